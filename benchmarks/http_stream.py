@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Event:
     time: float
-    data: dict[str, Any]
+    text: bytes
+
+    @functools.cached_property
+    def data(self) -> dict[str, Any]:
+        """Read when it is wanted: hundreds of clients share one process here, and would slow each other."""
+        return json.loads(self.text)
 
 
 class Refused(Exception):
@@ -41,6 +49,14 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     return int(lines[0].split()[1]), dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
 
 
+async def next_event(reader: asyncio.StreamReader) -> bytes:
+    """What follows `data: `, or nothing where all is over. Chunks of HTTP's own encoding may begin before it."""
+    try:
+        return (await reader.readuntil(b"\n\n")).partition(b"data: ")[2].strip()
+    except asyncio.IncompleteReadError:
+        return b""
+
+
 async def stream(port: int, body: dict[str, Any], *, path: str = "/v1/completions") -> AsyncIterator[Event]:
     """Closing the iterator early closes the connection: a client that goes away."""
     reader, writer = await _request("POST", port, path, json.dumps(body | {"stream": True}).encode())
@@ -48,9 +64,8 @@ async def stream(port: int, body: dict[str, Any], *, path: str = "/v1/completion
         status, headers = await _head(reader)
         if status != 200:
             raise Refused(status, headers, (await reader.read()).decode())
-        while line := await reader.readline():  # chunk sizes are lines too, and no event looks like one
-            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                yield Event(time.perf_counter(), json.loads(line[6:]))
+        while (event := await next_event(reader)) not in (b"[DONE]", b""):
+            yield Event(time.perf_counter(), event)
     finally:
         writer.transport.abort()
 
@@ -101,6 +116,15 @@ def server(model: str, *options: str, log: str = os.devnull) -> Iterator[Served]
         process.wait()
         if drain is not None:
             drain.wait()
+
+
+def run(clients: Coroutine[Any, Any, Result]) -> Result:
+    """On the server's kind of event loop, where it is there."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(clients)
+    return uvloop.run(clients)
 
 
 def resident(pid: int) -> int:

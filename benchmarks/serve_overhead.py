@@ -9,6 +9,8 @@ every request streams, a chunk a token, and the clients are in this process. Bot
 first submit to the last token, prefill included. In each round every piece of work has its turn, on
 both sides one right after the other, and who is first changes from round to round: what else the
 machine does hits both. A ratio is the median of the rounds' ratios; all of them are in the row.
+Beside the share of the whole run, which the goal is about, a row has that of its two parts: until
+every request has its first token, and from then on.
 
     plain   completions of token ids
     tools   chats that must call a tool: the chat template, a grammar that holds the call to its
@@ -34,8 +36,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from http_stream import about, percentiles, server, stream
+from http_stream import about, percentiles, run, server, stream
 
+from flyweight import garbage
 from flyweight.bench.rows import environment_row, make_row
 
 GOAL = 0.97  # share of the engine's own tok/s
@@ -74,6 +77,14 @@ def tools_body(dice: random.Random, *, input: int, output: int) -> dict[str, Any
 WORK = {"plain": ("/v1/completions", plain_body), "tools": ("/v1/chat/completions", tools_body)}
 
 
+@dataclass(frozen=True)
+class Took:
+    """Seconds from the first submit."""
+
+    begun: float  # to the last request's first token
+    whole: float  # to the last token of all
+
+
 class Engine:
     """A process with nothing but an LLM: requests in, seconds out."""
 
@@ -83,7 +94,7 @@ class Engine:
         self.process = context.Process(target=answer, args=(theirs, model, options), daemon=True)
         self.process.start()
 
-    def seconds(self, bodies: list[dict[str, Any]]) -> float:
+    def run(self, bodies: list[dict[str, Any]]) -> Took:
         self.connection.send(bodies)
         return self.connection.recv()
 
@@ -98,6 +109,7 @@ def answer(connection: Connection, model: str, options: dict[str, Any]) -> None:
     llm = LLM(model, **options)
     llm.warm_up()
     shapes = Shapes(llm)
+    garbage.settle()  # as the server's processes do
     while (bodies := connection.recv()) is not None:
         work = [shapes.of(body) for body in bodies]
         params = [SamplingParams(temperature=0, max_tokens=body["max_tokens"],
@@ -111,7 +123,8 @@ def answer(connection: Connection, model: str, options: dict[str, Any]) -> None:
         seconds = time.perf_counter() - begin
         made = [request.generated for request in requests]
         assert made == [body["max_tokens"] for body in bodies], made
-        connection.send(seconds)
+        firsts = [request.chunks[0][0] for request in requests]
+        connection.send(Took(max(firsts) - begin, seconds))
 
 
 class Shapes:
@@ -151,8 +164,8 @@ class Turns:
 
     work: str
     concurrency: int
-    engine: list[float] = field(default_factory=list)  # seconds
-    http: list[float] = field(default_factory=list)
+    engine: list[Took] = field(default_factory=list)
+    http: list[Took] = field(default_factory=list)
     times: dict[str, list[float]] = field(default_factory=lambda: {"ttft": [], "tpot": []})
 
     def take(self, own: Engine, port: int, *, input: int, output: int, seed: int) -> None:
@@ -161,34 +174,40 @@ class Turns:
         bodies = [body_of(dice, input=input, output=output) for _ in range(self.concurrency)]
         for engine_now in (seed % 2 == 0, seed % 2 == 1):
             if engine_now:
-                self.engine.append(own.seconds(bodies))
+                self.engine.append(own.run(bodies))
             else:
-                self.http.append(asyncio.run(through_http(port, path, bodies, self.times)))
+                self.http.append(run(through_http(port, path, bodies, self.times)))
 
     def figures(self, output: int) -> dict[str, Any]:
         tokens = self.concurrency * output
-        ratios = [own / http for own, http in zip(self.engine, self.http, strict=True)]
-        return {"output_tok_s": round(tokens / statistics.median(self.http), 2),
-                "engine_tok_s": round(tokens / statistics.median(self.engine), 2),
+        pairs = list(zip(self.engine, self.http, strict=True))
+        ratios = [own.whole / http.whole for own, http in pairs]
+        begun = [own.begun / http.begun for own, http in pairs]
+        rest = [(own.whole - own.begun) / (http.whole - http.begun) for own, http in pairs]
+        return {"output_tok_s": round(tokens / statistics.median(took.whole for took in self.http), 2),
+                "engine_tok_s": round(tokens / statistics.median(took.whole for took in self.engine), 2),
                 "share_of_engine": round(statistics.median(ratios), 4), "goal": GOAL,
-                "share_of_engine_samples": [round(ratio, 4) for ratio in ratios]}
+                "share_of_engine_samples": [round(ratio, 4) for ratio in ratios],
+                "share_until_first_tokens": round(statistics.median(begun), 4),
+                "share_from_then_on": round(statistics.median(rest), 4)}
 
 
 async def through_http(port: int, path: str, bodies: Sequence[dict[str, Any]],
-                       times: dict[str, list[float]]) -> float:
-    async def one(body: dict[str, Any]) -> int:
+                       times: dict[str, list[float]]) -> Took:
+    async def one(body: dict[str, Any]) -> tuple[int, float]:
         asked = body | {"stream_options": {"include_usage": True}}
         came = [event async for event in stream(port, asked, path=path)]
         *chunks, last = came
         tokens = last.data["usage"]["completion_tokens"]
         times["ttft"].append(1000 * (chunks[0].time - begin))
         times["tpot"].append(1000 * (chunks[-1].time - chunks[0].time) / (tokens - 1))
-        return tokens
+        return tokens, chunks[0].time - begin
 
     begin = time.perf_counter()
-    counts = await asyncio.gather(*(one(body) for body in bodies))
-    assert counts == [body["max_tokens"] for body in bodies], counts
-    return time.perf_counter() - begin
+    came = await asyncio.gather(*(one(body) for body in bodies))
+    seconds = time.perf_counter() - begin
+    assert [tokens for tokens, _ in came] == [body["max_tokens"] for body in bodies], came
+    return Took(max(first for _, first in came), seconds)
 
 
 def write_folder(model: str, folder: Path, tokenizer: Path) -> None:
@@ -248,23 +267,33 @@ def measure(model: str, given: argparse.Namespace) -> None:
         for turns in every:  # a round that does not count: what is to be compiled or allocated
             Turns(turns.work, turns.concurrency).take(own, served.port, input=given.input, output=8,
                                                       seed=0)
+        garbage.settle()  # of the clients
         for turn in range(given.rounds):
             for turns in every:
                 turns.take(own, served.port, input=given.input, output=given.output_tokens,
                            seed=turn + 1)
+            # what was measured is kept, whatever comes; the bandwidth needs memory that is taken now
+            write(every, given, environment_row(served.facts["device"], measure_bandwidth=False))
     own.stop()
-    rows = [environment := environment_row(served.facts["device"])]
+    write(every, given, environment_row(served.facts["device"]))
     for turns in every:
         figures = turns.figures(given.output_tokens)
-        sampling = {"plain": "greedy", "tools": "greedy, a tool's call under its grammar"}
-        rows.append(make_row(
-            "serve", environment["id"], **about(given.model), concurrency=turns.concurrency,
-            arrivals="at once", sampling=sampling[turns.work], flags=given.flag,
-            dataset=f"random {given.input} in, {given.output_tokens} out",
-            ttft_ms=percentiles(turns.times["ttft"]), tpot_ms=percentiles(turns.times["tpot"]),
-            **figures))
         print(json.dumps({"work": turns.work, "concurrency": turns.concurrency, **figures}))
+
+
+def write(every: Sequence[Turns], given: argparse.Namespace, environment: dict[str, Any]) -> None:
+    rows = [environment, *(row_of(turns, given, environment["id"]) for turns in every)]
     given.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def row_of(turns: Turns, given: argparse.Namespace, environment: str) -> dict[str, Any]:
+    sampling = {"plain": "greedy", "tools": "greedy, a tool's call under its grammar"}
+    return make_row(
+        "serve", environment, **about(given.model), concurrency=turns.concurrency,
+        arrivals="at once", sampling=sampling[turns.work], flags=given.flag,
+        dataset=f"random {given.input} in, {given.output_tokens} out",
+        ttft_ms=percentiles(turns.times["ttft"]), tpot_ms=percentiles(turns.times["tpot"]),
+        **turns.figures(given.output_tokens))
 
 
 if __name__ == "__main__":

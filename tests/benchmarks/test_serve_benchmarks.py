@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import serve_load
-from serve_overhead import Turns
+from serve_overhead import Took, Turns
 
 RIGHT = serve_load.Reference(prompt=[9], tokens=[1, 2, 3, 4], gaps=[0.5, 0.5, 0.001, 0.5])
 
@@ -43,6 +43,9 @@ def test_after_a_tie_every_token_must_be_the_likeliest_or_as_good(storm, monkeyp
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own():
-    found = Turns("plain", 64, engine=[1.0, 2.0, 3.0], http=[2.0, 2.0, 4.0]).figures(output=10)
+    engine = [Took(0.5, 1.0), Took(0.5, 2.0), Took(0.5, 3.0)]
+    http = [Took(1.0, 2.0), Took(0.5, 2.0), Took(1.0, 4.0)]
+    found = Turns("plain", 64, engine=engine, http=http).figures(output=10)
     assert found["share_of_engine"] == 0.75 and found["share_of_engine_samples"] == [0.5, 1.0, 0.75]
+    assert found["share_until_first_tokens"] == 0.5 and found["share_from_then_on"] == round(2.5 / 3, 4)
     assert found["output_tok_s"] == 320.0 and found["goal"] == 0.97

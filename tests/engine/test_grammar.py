@@ -145,3 +145,17 @@ def test_the_cache_of_grammars_is_bounded_in_number_and_bytes():
     assert (cache.get("c"), cache.get("d"), cache.get("a"), cache.bytes) == (None, None, "A", 100)
     cache.put("f", "F", 101)
     assert cache.get("f") is None and cache.bytes == 100, "what is larger than the cache is not kept"
+
+
+def test_masks_made_side_by_side_are_those_made_alone(grammars):
+    from flyweight.engine.grammar import mask_bits
+
+    make, tokenizer = grammars
+    maker = make(json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+    texts = ["", '{"a"', '{"a": 12', "no object"]
+    asked = [(maker(), tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    alone = [mask_bits([(maker(), tokens)])[0] for _, tokens in asked]
+    together = mask_bits(asked)
+    assert all((row == one).all() for row, one in zip(together, alone, strict=True))
+    assert len({row.tobytes() for row in together}) == len(texts)
+    assert asked[-1][0].error and [constraint.error for constraint, _ in asked[:-1]] == [None] * 3

@@ -138,6 +138,29 @@ def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
     assert Played.made == len(graphs.held) == 2
 
 
+def test_a_server_captures_mixed_steps_when_nobody_waits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    made = []
+    monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: made.append(len(batch.tokens)))
+    monkeypatch.setattr(passes.PassGraphs, "_plans", lambda self, batch: {})
+    story = Story(load(CONFIG, torch.float16), tolerance=1)
+    graphs = passes.PassGraphs(story.decoder, story.padded, story.rows)
+    graphs.patient = True
+    monkeypatch.setattr(graphs.decoder, "hidden", lambda batch, *_: torch.zeros(len(batch.tokens), 32))
+
+    def run(size):
+        graphs.hidden(SimpleNamespace(tokens=torch.zeros(size), kv_lengths=[size - 1, 1]))
+
+    run(16)
+    assert not graphs.rest(), "it came once"
+    run(16)
+    assert made == [] and graphs.rest() and made == [16] and not graphs.rest()
+    for _ in range(passes.INSISTENT):
+        assert made == [16]
+        run(32)
+    assert made == [16, 32], "it kept coming"
+
+
 def test_the_pass_that_was_not_used_for_longest_gives_way(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: None)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flyweight.engine.byte_level import byte_alphabet, byte_table
 from flyweight.engine.stop_strings import StopStrings
 from flyweight.engine.tokenizer import Detokenizer, Tokenizer, overlap
 from flyweight.errors import RequestError
@@ -29,9 +30,9 @@ def pieces(text, **options):
 
 
 @settings(max_examples=200)
-@given(text=st.text(max_size=30))
-def test_the_pieces_are_whole_characters_and_join_to_the_text(text):
-    shown, _ = pieces(text)
+@given(text=st.text(max_size=30), independent=st.booleans())
+def test_the_pieces_are_whole_characters_and_join_to_the_text(text, independent):
+    shown, _ = pieces(text, context=list("é".encode()), independent=independent)
     assert "".join(shown) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in shown)
@@ -137,3 +138,45 @@ def test_special_tokens_that_mark_a_call_stay_in_the_text():
     fast.add_special_tokens([AddedToken(text, special=True) for text in ("<end>", "[TOOL_CALLS]", "[ARGS]")])
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>"))
     assert tokenizer.decode([0, 3, 4, 1, 5, 0]) == "a[TOOL_CALLS]b[ARGS]a" and tokenizer.decode([0, 3]) == "a"
+
+
+@settings(max_examples=100)
+@given(tokens=st.lists(st.integers(0, 262), max_size=12))
+def test_a_table_of_bytes_decodes_as_a_byte_level_tokenizer_does(tokens):
+    tokenizer = byte_tokenizer()
+    table = byte_table(tokenizer, {257: "<think>"})
+    shown = [part for token in tokens for part in ([token] if token != 257 else [258])]
+    expected = tokenizer.decode(shown, skip_special_tokens=True).replace("<put in>", "<think>")
+    assert table.decode(tokens) == expected
+
+
+def byte_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_alphabet(), merges=[]))
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<end>", "<think>"])
+    made.add_tokens(["<put in>", "ß and more"])
+    return made
+
+
+def test_other_tokenizers_decode_by_themselves():
+    tokenizer = byte_tokenizer()
+    tokenizer.decoder = None
+    assert byte_table(tokenizer, {}) is None and byte_table(object(), {}) is None
+
+
+def test_a_text_is_encoded_without_the_interpreter_lock():
+    """The library holds it for one text, and lets go of it for a list of them."""
+    from types import SimpleNamespace
+
+    from flyweight.engine.tokenizer import BareTokenizer
+
+    class Library:
+        def get_added_tokens_decoder(self):
+            return {}
+
+        def encode_batch(self, texts, add_special_tokens):
+            return [SimpleNamespace(ids=[len(text), int(add_special_tokens)]) for text in texts]
+
+    tokenizer = BareTokenizer(SimpleNamespace(tokenizer=Library(), end_id=0), load=lambda: None)
+    assert tokenizer.encode("abc") == [3, 1] and tokenizer.encode("", special=False) == [0, 0]

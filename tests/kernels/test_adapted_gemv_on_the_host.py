@@ -6,7 +6,6 @@ import torch
 
 from flyweight.batch import NOBODY
 from flyweight.kernels import reference
-from flyweight.kernels.linear import delta as deltas
 from flyweight.kernels.linear import gemv, tiles
 from flyweight.kernels.linear.delta import AdaptedRow, Delta
 from flyweight.kernels.linear.fused import Norm
@@ -41,6 +40,7 @@ CASES = [
     ((32,), 1032, 8, "plain", False, True, None),
     ((160, 160), 128, 24, "int4", True, False, None),
     ((48,), 512, 16, "int4", False, True, "silu"),
+    ((2048,), 128, 64, "int4", False, True, None),  # B stays in memory
 ]
 
 
@@ -72,6 +72,34 @@ def test_a_row_gets_what_its_adapter_adds(sizes, inputs, rank, kind, normed, res
         assert (delta.words.view(torch.int32) == -1).all()
 
 
-def test_inputs_are_cut_as_far_as_thread_blocks_go():
-    delta = make_delta((64, 16, 16), 256, 16)
-    assert [AdaptedRow(delta, None).splits(workers) for workers in (20, 100, 132, 400, 4000)] == [1, 2, 2, 8, deltas.MOST_SPLITS]
+def test_halves_of_a_weight_end_as_gate_and_up_with_what_is_added():
+    inputs, half = 256, 112  # pairs of tiles: more than thread blocks, and not as many for each
+    tensor = IntGroup.random((2 * half, inputs), 1, bits=4, group_size=128)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    delta, other = make_delta((half, half), inputs, 16), make_delta((half, half), inputs, 8)
+    delta.before, other.before = other, delta
+    norm = Norm((1 + 0.1 * torch.randn(inputs)).bfloat16(), 1e-6)
+    for slot in (1, NOBODY, None):
+        x = torch.randn(1, inputs).bfloat16()
+        seen = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.weight.double()
+        both = seen @ tensor.dequantize(torch.float64).T
+        if slot is not None:
+            both += added(delta, seen, slot)
+        want = reference.gate(both, "silu")
+        row = None if slot is None else AdaptedRow(delta, torch.tensor([slot], dtype=torch.int32))
+        got = gemv.multiply(weight, x, norm=norm, one=gemv.OneRow(row, apart="silu"))
+        assert got.shape == (1, half)
+        assert ((got.double() - want).norm() / want.norm()).item() < 1e-2
+        delta.words.view(torch.int32).fill_(-1)
+
+
+def test_a_rank_is_shared_as_far_as_thread_blocks_go():
+    row = AdaptedRow(make_delta((64, 16, 16), 256, 16), None)
+    assert [row.splits(16, workers) for workers in (20, 100, 132, 400, 4000)] == [1, 2, 2, 8, 16]
+    assert row.splits(8, 4000) == 8
+
+
+def test_only_a_small_b_lies_in_shared_memory():
+    sizes, inputs = (64,), 256
+    found = {rank: AdaptedRow(make_delta(sizes, inputs, rank), None).held_bytes(3) for rank in (16, 64)}
+    assert found == {16: 16 * 3 * 32, 64: 0}

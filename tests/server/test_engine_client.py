@@ -1,17 +1,21 @@
 """The server's side of its engine: one that hangs, one that cannot be started again, and a socket that never blocks."""
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 
 import pytest
 from tiny_server import DEADLINE, START, serving, wait_for
 
+from flyweight.engine.request import SamplingParams
 from flyweight.server import engine_client
 from flyweight.server.engine_client import BEATS, MOST_DEATHS, EngineClient
 from flyweight.server.messages import Cancel, CannotStart
@@ -169,3 +173,29 @@ def test_an_idle_engine_answers_when_it_is_asked_for_a_sign_of_life(tiny):
     loop_of(tiny).call_soon_threadsafe(look)
     wait_for(lambda: engine.silent == 0, "its answer")
     assert engine.available and engine.restarts == 0
+
+
+def test_requests_of_one_turn_of_the_event_loop_go_to_the_engine_together():
+    sent = []
+
+    async def ask(seconds):
+        client = EngineClient("none", {}, max_queue=8, timeout=60.0, on_change=print, on_fatal=print)
+        client.facts = {"max_model_len": 4096, "max_num_seqs": 8}
+        client.state = "ready"
+        client.connection = SimpleNamespace(send=sent.append)
+        engine_client.time = SimpleNamespace(perf_counter=itertools.count(0, seconds).__next__)
+        tickets = [client.submit([[1, 2]], SamplingParams()) for _ in range(3)]
+        await asyncio.sleep(0)
+        client.release(tickets[0])
+        late = client.submit([[3]], SamplingParams())
+        client.release(late)
+
+    try:
+        asyncio.run(ask(0.0001))
+        assert [[type(command).__name__ for command in commands] for commands in sent] == [
+            ["Submit"] * 3, ["Cancel"], ["Submit"], ["Cancel"]], "none is told of a request that it does not know"
+        sent.clear()
+        asyncio.run(ask(1.0))
+        assert [len(commands) for commands in sent][:2] == [2, 1], "nobody waits for long"
+    finally:
+        engine_client.time = time

@@ -92,7 +92,7 @@ def test_cached_tokens_are_told_until_the_cache_is_reset(loop):
 def test_it_sleeps_until_told_something_and_ends_when_the_server_is_gone(loop):
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    loop.ours.send(Submit(5, PROMPT, GREEDY))
+    loop.ours.send([Submit(5, PROMPT, GREEDY)])
     deltas = []
     while len(deltas) < 6:
         assert loop.ours.poll(DEADLINE)
@@ -134,10 +134,10 @@ def test_a_schema_that_compiles_long_holds_up_only_its_own_request(loop):
     loop.grammars = lambda schema: compiling.wait(DEADLINE) and None
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    loop.ours.send(Submit(1, PROMPT, GREEDY, schema="slow"))
-    loop.ours.send(Submit(2, PROMPT, GREEDY, schema="slow too"))
-    loop.ours.send(Submit(3, PROMPT, GREEDY))
-    loop.ours.send(Cancel(2))
+    loop.ours.send([Submit(1, PROMPT, GREEDY, schema="slow")])
+    loop.ours.send([Submit(2, PROMPT, GREEDY, schema="slow too")])
+    loop.ours.send([Submit(3, PROMPT, GREEDY)])
+    loop.ours.send([Cancel(2)])
 
     def read(count):
         deltas = []

@@ -5,13 +5,14 @@ import random
 
 import pytest
 
+from flyweight.engine.byte_level import byte_alphabet
 from flyweight.server.messages import FAILED, REFUSED, Delta
 from flyweight.server.prompts import Prompts
 from flyweight.server.protocol import ChatRequest
 from flyweight.server.reasoning import ReasoningSplitter
 from flyweight.server.refusals import BadRequest, EngineFailed, TookTooLong
 from flyweight.server.ticket import Ticket
-from flyweight.server.token_names import byte_alphabet, finite
+from flyweight.server.token_names import finite
 
 TEXTS = {  # text, whether the prompt opened the thinking → (reasoning, content)
     ("<think>\nhm, 1 < 2\n\n</think>\n\nYes </think> it is.", False): ("hm, 1 < 2", "Yes </think> it is."),
@@ -105,3 +106,29 @@ def test_usage_tells_guesses_where_there_were_any():
     assert "completion_tokens_details" not in asyncio.run(usage())
     assert asyncio.run(usage(drafted=6, accepted=2))["completion_tokens_details"] == {
         "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
+
+
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
+def test_events_whose_frame_is_kept_are_those_encoded_whole(more):
+    """Texts that JSON must escape, thinking and words by turns, two samples by turns."""
+    from flyweight.server.answer import Answer, encode_event
+    from flyweight.server.formats import ChatFormat
+    from flyweight.server.reader import MessageReader
+    from flyweight.server.token_names import TokenNames
+
+    request = ChatRequest(messages=[{"role": "user", "content": "?"}], stream=True, **more)
+    samples = request.samples
+    texts = ["<think>", "so ", 'a "b"\n', "</think>", "\u00e9\ud83c\udf89", "\\", "", "end"]
+
+    async def events(framed):
+        ticket = Ticket([[1, 2]], samples)
+        readers = [MessageReader(ReasoningSplitter(inside=False)) for _ in range(samples)]
+        answer = Answer(request, ticket, ChatFormat(request, [1, 2], TokenNames(None), readers), model="m")
+        answer.id, answer.created, answer.bare = "id", 0, framed
+        deltas = [(number, Delta(0, number, text, [5], finish_reason="stop" if text == "end" else None))
+                  for text in texts for number in range(samples)]
+        return b"".join([answer._event(number, delta, first=not at) for at, (number, delta) in enumerate(deltas)])
+
+    whole = asyncio.run(events(False))
+    assert asyncio.run(events(True)) == whole and whole.count(b"data: ") == len(texts) * samples
+    assert encode_event({"a": 1}) == b'data: {"a":1}\n\n'

@@ -164,12 +164,12 @@ def test_an_agent_works_through_twenty_turns(tmp_path):
     folder = make_family(family, tmp_path / "model")
 
     class Agent(scripted(answers)):
-        def _send(self, command):
+        def answer(self, command):
             if hasattr(command, "prompt"):  # only the last result counts: earlier ones stay in the prompt
                 words = bytes(token for token in command.prompt if token < 256).decode()
                 self.answers = {question: answer for question, answer in answers.items()
                                 if words.rfind(question) == max(map(words.rfind, answers))}
-            super()._send(command)
+            super().answer(command)
 
     messages = [{"role": "user", "content": "begin"}]
     made = []

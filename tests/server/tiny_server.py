@@ -26,7 +26,7 @@ from flyweight.server.engine_client import EngineClient, EngineError
 from flyweight.server.messages import Cancel, Delta, Load, Started, Step, Submit
 from flyweight.server.run import Server, listen
 from flyweight.server.settings import Settings
-from flyweight.server.token_names import byte_alphabet
+from flyweight.engine.byte_level import byte_alphabet
 
 SPECIALS = ["<|start|>", "<|end|>", "<|pad|>"]
 TEMPLATE = (
@@ -115,18 +115,22 @@ class ScriptedEngine(EngineClient):
     def _disconnect(self) -> None:
         self.connection = None
 
-    def _send(self, command) -> None:
-        if isinstance(command, Cancel):
-            self.cancelled.add(command.key)
-        elif isinstance(command, Submit):
-            self.submitted.append(command)
-            words = bytes(token for token in command.prompt if token < 256).decode(errors="replace")
-            text = next((answer for question, answer in self.answers.items() if question in words), "plain answer")
-            pieces = ["again "] * 10**6 if self.endless in words else [text[i : i + 5] for i in range(0, len(text), 5)]
-            limit = command.params.max_tokens or 10**6
-            reason = "length" if limit < len(pieces) else "stop"
-            for sample in range(command.params.n):
-                asyncio.get_running_loop().call_soon(self.say, command.key, sample, pieces[:limit], 0, reason)
+    def send(self, commands) -> None:
+        for command in commands:
+            if isinstance(command, Cancel):
+                self.cancelled.add(command.key)
+            elif isinstance(command, Submit):
+                self.answer(command)
+
+    def answer(self, command: Submit) -> None:
+        self.submitted.append(command)
+        words = bytes(token for token in command.prompt if token < 256).decode(errors="replace")
+        text = next((answer for question, answer in self.answers.items() if question in words), "plain answer")
+        pieces = ["again "] * 10**6 if self.endless in words else [text[i : i + 5] for i in range(0, len(text), 5)]
+        limit = command.params.max_tokens or 10**6
+        reason = "length" if limit < len(pieces) else "stop"
+        for sample in range(command.params.n):
+            asyncio.get_running_loop().call_soon(self.say, command.key, sample, pieces[:limit], 0, reason)
 
     def say(self, key: int, sample: int, pieces: list[str], at: int, reason: str) -> None:
         if self.connection is None or key in self.cancelled:

@@ -76,6 +76,7 @@ class Engine:
         self.max_model_len = min(max_model_len, blocks * block_size)
         self.prefix_cache = prefix_cache
         self.decode = decode
+        self.independent_tokens = False  # whether how one reads depends on none before it
         self.end_ids = frozenset(end_ids)
         self.seed = seed
         self.numbers = itertools.count()
@@ -150,6 +151,12 @@ class Engine:
                     raise cause from error
                 raise
             return sum(work.count for work in works)
+
+    def rest(self) -> bool:
+        """There is nothing to do: prepare a pass for the next time. Whether there was one to prepare."""
+        with self.lock:
+            passes = vars(self.runner).get("passes")
+            return not self.busy and passes is not None and passes.rest()
 
     def _launched(self, works: Sequence[Work]) -> None:
         """The model runs, tokens are still to be chosen."""
@@ -233,7 +240,8 @@ class Engine:
                 self.scheduler.add(request)
                 if self.decode:
                     context = request.prompt[-CONTEXT:]
-                    self.detokenizers[request.number] = Detokenizer(self.decode, context, request.params.stop)
+                    self.detokenizers[request.number] = Detokenizer(self.decode, context, request.params.stop,
+                                                                    independent=self.independent_tokens)
             elif not request.finished:
                 self._tell_all()
                 self._finish(request, "cancelled")
@@ -269,7 +277,8 @@ class Engine:
             self._spell(request)
         if token in request.end_ids:
             self._finish(request, "stop", token if token in request.params.stop_token_ids else None)
-        elif text and text.stopped_by:
+            return
+        if text and text.stopped_by:
             self._finish(request, "stop", text.stopped_by)
         elif len(request.tokens) >= request.limit:
             self._finish(request, "length")

@@ -9,6 +9,7 @@ lets go of the interpreter lock, so that a thread beside the step loop may do it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -77,15 +78,47 @@ class GrammarConstraint:
         self.consumed = 0
         self.error: str | None = None
 
-    def allowed(self, generated: Sequence[int]) -> Tensor:
-        """Bool [vocabulary]; when the answer is complete, only its end."""
+    def advance(self, generated: Sequence[int]) -> bool:
+        """Take what the answer has got since the last time; whether the grammar still says what may follow."""
         if self.matcher is None:
             self.matcher = self.compiled.deep_copy()
         self.matcher.consume_tokens(list(generated[self.consumed :]))
         self.consumed = len(generated)
-        if self.matcher.is_error():  # it outgrew its limits: end this answer rather than the step that others share
-            reason = self.matcher.get_error().strip().splitlines()[0]
-            self.error = f"the grammar cannot be followed any further: {reason}"
-            return torch.zeros(self.vocabulary, dtype=torch.bool).index_fill_(0, torch.tensor(self.end_ids), True)
-        bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
+        if not self.matcher.is_error():
+            return True
+        # it outgrew its limits: end this answer rather than the step that others share
+        reason = self.matcher.get_error().strip().splitlines()[0]
+        self.error = f"the grammar cannot be followed any further: {reason}"
+        return False
+
+    def allowed(self, generated: Sequence[int]) -> Tensor:
+        """Bool [vocabulary]; when the answer is complete, only its end."""
+        bits = mask_bits([(self, generated)])[0]
         return torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool))
+
+
+@functools.cache
+def executor() -> Any:
+    """Threads that make masks side by side, without the interpreter lock."""
+    import llguidance
+
+    return llguidance.LLExecutor()
+
+
+def mask_bits(asked: Sequence[tuple[GrammarConstraint, Sequence[int]]]) -> numpy.ndarray:
+    """What may follow each answer: uint8 [answers, bytes], a bit a token, the lowest first."""
+    words = (max(constraint.vocabulary for constraint, _ in asked) + 31) // 32
+    bits = numpy.zeros((len(asked), words), dtype=numpy.uint32)
+    going = []
+    for row, (constraint, generated) in enumerate(asked):
+        if constraint.advance(generated):
+            going.append((constraint.matcher, row))
+            continue
+        for end in constraint.end_ids:
+            bits[row, end // 32] |= numpy.uint32(1 << end % 32)
+    if len(going) == 1:  # threads would only cost
+        matcher, row = going[0]
+        matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, 4 * words)
+    elif going:
+        executor().unsafe_compute_mask_ptr(going, bits.ctypes.data, 4 * words, len(bits))
+    return bits.view(numpy.uint8)

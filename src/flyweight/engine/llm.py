@@ -186,6 +186,7 @@ class LLM:
         )
         self.beside = prompt_tokens_beside
         self.turns = turns
+        self.engine.independent_tokens = self.tokenizer is not None and self.tokenizer.bytes is not None
         self.engine.scheduler.long_prompts = long_prompts(config)
         if guessing is not None:
             assert wanted.guesses is not None
@@ -201,6 +202,8 @@ class LLM:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside their answers are bounded by
         time, unless by a given number; on a GPU they take turns with answers where that is asked for."""
         scheduler = self.engine.scheduler
+        if self.engine.runner.passes is not None:
+            self.engine.runner.passes.patient = True
         by_time = self.beside is None and self.device.type == "cpu"
         scheduler.pace = Pace() if by_time else None
         if self.turns and self.engine.runner.passes is None:

@@ -7,7 +7,8 @@ have up to 256 rows, do nothing more for the padding. A prompt that runs alone f
 attention takes it, and tokens see nothing of what comes after them.
 
 A pass is launched one by one before it is captured, which compiles what is not compiled yet. Prompts alone are captured at
-once; mixed steps, of which there are many kinds, when a kind comes again. Longer passes are launched one by one: they keep the
+once; mixed steps, of which there are many kinds, when a kind comes again. Capturing takes as long as several steps. So a server,
+whose readers wait meanwhile, leaves it for when nobody is there (`rest`), unless a kind keeps coming. Longer passes are launched one by one: they keep the
 device busy for longer than that takes. The head and the choice of tokens follow outside of the graph, while the device is busy.
 """
 
@@ -30,6 +31,7 @@ from flyweight.models.attention import Plans
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import upload
 
+INSISTENT = 4  # times that a kind has come: then it is captured even though readers wait
 MOST = 96  # kinds of passes held; the one that was not used for longest goes
 AFTER = (16, 1024, 2048)  # cached tokens: with so many the attention of a part of a prompt is cut up in different ways
 
@@ -45,9 +47,13 @@ def unsupported_reason(decoder: Decoder, page: int) -> str | None:
 class Captured:
     plans: Plans = field(default_factory=dict)
     graph: torch.cuda.CUDAGraph | None = None
+    seen: int = 0  # times
+    waiting: Batch | None = None  # one of its kind, to be captured when there is time
 
 
 class PassGraphs:
+    patient = False  # whether to capture mixed steps when nobody waits
+
     def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], rows: Rows):
         self.decoder, self.caches, self.device = decoder, caches, decoder.device
         most, sequences = SIZES[-1], rows.capacity + 1  # the padding may be one
@@ -98,8 +104,7 @@ class PassGraphs:
         size, alone = len(batch.tokens), batch.kv_lengths == [len(batch.tokens)]
         fixed = {} if alone else self._plans(batch)
         key = (size, *((window, plan.shape) for window, plan in fixed.items()))
-        known = key in self.held
-        if known:
+        if key in self.held:
             captured = self.held.pop(key)
             for window, plan in fixed.items():
                 captured.plans[window].fill(plan)
@@ -107,15 +112,30 @@ class PassGraphs:
             self._make_room()
             captured = Captured({window: plan.place() for window, plan in fixed.items()})
         self.held[key] = captured  # behind all others: the last used
+        captured.seen += 1
         if captured.graph is not None:
             captured.graph.replay()
             if self.decoder.taps is not None:
                 self.decoder.taps.point(size)
             return self.states[:size]
         result = self.decoder.hidden(batch, self.caches, captured.plans)
-        if alone or known:
+        if alone or captured.seen >= (INSISTENT if self.patient else 2):
             captured.graph = self._capture(batch, captured.plans)
+            captured.waiting = None
+        elif captured.seen > 1:
+            captured.waiting = batch
         return result
+
+    @torch.inference_mode()
+    def rest(self) -> bool:
+        """Nobody is there: capture a kind that came again. Whether there was one."""
+        for captured in self.held.values():
+            if captured.waiting is not None:
+                with self.decoder.active():
+                    captured.graph = self._capture(captured.waiting, captured.plans)
+                captured.waiting = None
+                return True
+        return False
 
     def _plans(self, batch: Batch) -> Plans:
         from flyweight.kernels.attention.plan import FixedPlan

@@ -194,7 +194,7 @@ class Output:
         return self.completions[0].finish_reason
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """What one step added to one sample: whole characters only, so `text` may be empty."""
 

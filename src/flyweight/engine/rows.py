@@ -7,7 +7,7 @@ place, so that a step captured for n rows, or the next larger number of them, se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy
 import torch
@@ -150,9 +150,9 @@ class Rows:
         return (self.sampler is not None and self.mode.random and not self.mode.penalized
                 and not any(request.constraint for request in self.requests))
 
-    def choose(self, logits: Tensor, rows: Tensor | None = None, allowed: Mapping[int, Tensor] | None = None) -> Tensor:
+    def choose(self, logits: Tensor, rows: Tensor | None = None, allowed: Mapping[int, numpy.ndarray] | None = None) -> Tensor:
         """Tokens as the requests want them chosen, into these rows, whose lengths count them already. `rows` None: the first
-        ones, which have their likeliest tokens. `allowed`: of rows of the logits, bool [vocabulary], where not all are."""
+        ones, which have their likeliest tokens. `allowed`: of rows of the logits a bit a token, where not all are."""
         if self.mode == GREEDY and not allowed:
             return self.tokens[: len(logits)] if rows is None else self._put(likeliest(logits), rows)
         if self.sampler is None:
@@ -162,7 +162,7 @@ class Rows:
                      masks=masks_of(allowed, len(logits), self.device) if allowed else None, when=When.AFTER_GREEDY if rows is None else When.ALONE)
         return self.tokens[: len(logits)] if chosen is None else chosen
 
-    def _sample(self, logits: Tensor, rows: slice | Tensor, allowed: Mapping[int, Tensor] | None) -> Tensor:
+    def _sample(self, logits: Tensor, rows: slice | Tensor, allowed: Mapping[int, numpy.ndarray] | None) -> Tensor:
         """By torch's ops."""
         if allowed:
             logits = masked(logits, allowed)
@@ -184,15 +184,25 @@ class Rows:
         self.mode = mode
 
 
-def masks_of(allowed: Mapping[int, Tensor], count: int, device: torch.device) -> Masks:
-    """For the kernel: a bit a token, in one upload, while the model runs."""
+def masks_of(allowed: Mapping[int, numpy.ndarray], count: int, device: torch.device) -> Masks:
+    """For the kernel, in one upload, while the model runs."""
     of_row = numpy.full(count, -1, dtype=numpy.int32)
     of_row[[*allowed]] = numpy.arange(len(allowed), dtype=numpy.int32)
-    bits = numpy.stack([numpy.packbits(mask.numpy(), bitorder="little") for mask in allowed.values()])
-    return Masks(*upload_beside(device, bits, of_row))
+    return Masks(*upload_beside(device, stacked(allowed.values()), of_row))
 
 
-def masked(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:
+def stacked(masks: Collection[numpy.ndarray]) -> numpy.ndarray:
+    """[masks, bytes]: some may come in whole words and others not."""
+    width = max(map(len, masks))
+    bits = numpy.zeros((len(masks), width), dtype=numpy.uint8)
+    for row, mask in zip(bits, masks, strict=True):
+        row[: len(mask)] = mask
+    return bits
+
+
+def masked(logits: Tensor, allowed: Mapping[int, numpy.ndarray]) -> Tensor:
     """Less what is forbidden; the logits themselves are left for the logprobs."""
-    at, masks = upload(logits.device, numpy.array([*allowed]), torch.stack([*allowed.values()]).numpy())
+    vocabulary = logits.shape[-1]
+    bits = numpy.unpackbits(stacked(allowed.values()), axis=1, count=vocabulary, bitorder="little")
+    at, masks = upload(logits.device, numpy.array([*allowed]), bits.astype(bool))
     return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(~masks, -torch.inf))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
+from flyweight.engine.grammar import GrammarConstraint, mask_bits
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Packed, Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
@@ -39,7 +40,7 @@ class Model(Protocol):
     def forward(self, batch: Batch, caches: list[KVStorage]) -> Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Result:
     """What a step gave one request: a token if its work samples, more where drafts were right, and the logprobs it asked for."""
 
@@ -85,6 +86,11 @@ class Passes(Protocol):
     def warm_up_parts(self) -> None:
         """And those of prompts that take turns with answers."""
 
+    patient: bool  # whether others are prepared when nobody waits
+
+    def rest(self) -> bool:
+        """Nobody is there: prepare one of those; whether there was one."""
+
 
 class Follower(Protocol):
     """Who reads the hidden states of a step (models/taps.py) once its tokens are chosen."""
@@ -116,6 +122,10 @@ class Flight:
     def results(self) -> list[Result]:
         tokens, *rest = self.download.lists()
         found = [Result() for _ in self.works]
+        if not rest and not self.speculative:
+            for i, place in self.places.items():
+                found[i].tokens.append(tokens[place])
+            return found
         triple = rest[:3] if self.answers else None
         for i, place in self.places.items():
             work = self.works[i]
@@ -334,8 +344,23 @@ class Runner:
         return Flight(works, places, Download(tokens, *wanted), most is not None, prompts)
 
 
-def allowed_by(requests: Sequence[Request]) -> dict[int, Tensor]:
-    """What constraints let follow, by the request's place; asked when every token before it is known. An answer that has just
-    been found to be over gets any token, which nobody reads."""
-    return {row: mask for row, request in enumerate(requests) if request.constraint and not request.finished
-            and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}
+def allowed_by(requests: Sequence[Request]) -> dict[int, numpy.ndarray]:
+    """What constraints let follow, by the request's place: uint8, a bit a token. They are asked when every token before it is
+    known. An answer that has just been found to be over gets any token, which nobody reads.
+    """
+    found: dict[int, numpy.ndarray] = {}
+    grammars: list[tuple[GrammarConstraint, list[int]]] = []
+    places: list[int] = []
+    for row, request in enumerate(requests):
+        constraint = request.constraint
+        if constraint is None or request.finished:
+            continue
+        generated = request.tokens[len(request.prompt) :]
+        if isinstance(constraint, GrammarConstraint):  # all of them at once
+            grammars.append((constraint, generated))
+            places.append(row)
+        elif (mask := constraint.allowed(generated)) is not None:
+            found[row] = numpy.packbits(mask.numpy(), bitorder="little")
+    if grammars:
+        found.update(zip(places, mask_bits(grammars), strict=True))
+    return found

@@ -49,7 +49,7 @@ class StateUse:
     mark_slot: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one for every answer in every step: freezing it would double its cost
 class Work:
     """One request's share of a step: `count` tokens from `start` on. Only the last chunk of a prompt samples.
 
@@ -84,10 +84,11 @@ class Budget:
 
     def room(self, request: Request) -> int:
         """How many tokens of the request fit."""
-        count = min(request.missing, self.tokens)
-        if request.missing > 1:
+        missing = request.missing
+        count = min(missing, self.tokens)
+        if missing > 1:
             count = min(count, self.prompts)
-        if 2 < count == request.missing - 1:  # a last token by itself would pass for an answer
+        if 2 < count == missing - 1:  # a last token by itself would pass for an answer
             count -= 1
         return count if request.params.prompt_logprobs is None else min(count, self.logits)
 
@@ -190,10 +191,19 @@ class Scheduler:
         resting = set() if answers else {request.number for request in self.running if request.missing == 1}
         scheduled = set(resting)  # nobody's victims
         self.short = self.short and not answers
-        for request in sorted(self.running, key=lambda request: request.missing > 1):  # stable: by arrival within each
+        missing = [(request.missing > 1, request) for request in self.running]
+        # answers first; by arrival within each
+        ordered = [request for more, request in missing if not more] + [request for more, request in missing if more]
+        plain = self.long_prompts is None and self.states is None and not drafts
+        for request in ordered:
             if request.state is not State.RUNNING or request.complete or request.number in resting:
                 continue
             if not (count := budget.room(request)):
+                continue
+            if plain and count == 1 and (work := self._next_token(request)):
+                scheduled.add(request.number)
+                works.append(work)
+                budget.take(work)
                 continue
             if self._outgrown(request):
                 self._preempt(request)
@@ -216,6 +226,15 @@ class Scheduler:
             works.append(work)
             budget.take(work)
         return works
+
+    def _next_token(self, request: Request) -> Work | None:
+        """What most of a busy engine's work is: one more token of an answer within the blocks that it has."""
+        start = request.computed
+        if request.length - start != 1 or start >= len(request.blocks) * self.pool.block_size:
+            return None
+        request.computed = start + 1
+        self._register(request)
+        return Work(request, start, 1, True)
 
     def _admit(self, request: Request, budget: Budget) -> Work | None:
         if not budget.room(request):
@@ -306,6 +325,8 @@ class Scheduler:
         if request.salt is None:
             return
         known = min(request.computed, len(request.tokens))
+        if known // self.pool.block_size <= request.registered:
+            return
         self._hash(request, known)
         for i in range(request.registered, known // self.pool.block_size):
             self.pool.register(request.blocks[i], request.digests[i])

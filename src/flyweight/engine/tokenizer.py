@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flyweight.engine.byte_level import ByteTable, byte_table
 from flyweight.engine.stop_strings import stop_strings
 from flyweight.errors import RequestError
 
@@ -45,7 +46,13 @@ class Tokenizer:
         check_unicode(text)
         return self.inner.encode(text, add_special_tokens=special)
 
+    @functools.cached_property
+    def bytes(self) -> ByteTable | None:
+        return byte_table(self.fast, self.markers)
+
     def decode(self, tokens: Sequence[int]) -> str:
+        if self.bytes is not None:
+            return self.bytes.decode(tokens)
         if self.markers.keys().isdisjoint(tokens):
             return self.fast.decode(tokens, skip_special_tokens=True)
         parts: list[str] = []
@@ -91,7 +98,9 @@ class BareTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         check_unicode(text)
-        return self.fast.encode(text, add_special_tokens=special).ids
+        # of one text alone the library would hold the interpreter lock
+        (encoded,) = self.fast.encode_batch([text], add_special_tokens=special)
+        return encoded.ids
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
@@ -117,8 +126,11 @@ def check_unicode(text: str) -> None:
 class Detokenizer:
     """Feed it tokens; `text` grows by whole characters and never shows a stop string or the beginning of one."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = (), stop: Sequence[str] = ()):
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = (), stop: Sequence[str] = (), *,
+                 independent: bool = False):
+        """`independent`: how a token reads depends on none before it, but for characters that are cut."""
         self.decode = decode
+        self.independent = independent
         self.window = list(context)  # the end of the prompt: it decides how the first token reads
         self.read = len(decode(self.window)) if context else 0  # characters of the window that are dealt with
         self.held = 0  # tokens that did not end a character yet
@@ -148,13 +160,20 @@ class Detokenizer:
     def _accept(self, text: str) -> None:
         self.pending += text[self.read :]
         self.read, self.held = len(text), 0
-        if len(self.window) > WINDOW:
+        if self.independent:
+            self.window = []
+            self.read = 0
+        elif len(self.window) > WINDOW:
             self.window = self.window[-OVERLAP:]
             self.read = len(self.decode(self.window))
 
     def _give_out(self, stops: bool) -> None:
+        if self.stop is None:
+            self.text += self.pending
+            self.pending = ""
+            return
         hold = 0
-        if stops and self.stop:
+        if stops:
             node = self.stop.advance(self.node, self.pending[self.known :])
             if node is None:
                 at, self.stopped_by = self.stop.first(self.pending)

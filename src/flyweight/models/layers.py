@@ -222,14 +222,17 @@ class Linear:
         None where that is not possible, or where `project` does the same.
         """
         late = None if handover is None else handover.late
+        apart = None if handover is None else handover.apart
         adapted = self.adapted_row(slots)
-        if (adapted is None and (slots is not None or late is None)) or (activation and not late):
+        alone = adapted is not None or (slots is None and (late or apart) is not None)
+        if not alone or (activation and not (late or apart)):
             return None
         gated = late if activation is None else None
         if not self.takes_row(1, gated):
             return None
+        ends = apart if activation is not None else None
         return self.fused.project_row(
-            x, out, norm=norm, residual=residual, gated=gated, adapted=adapted
+            x, out, norm=norm, residual=residual, gated=gated, apart=ends, adapted=adapted
         )
 
     def _with_adapters(
@@ -263,6 +266,8 @@ class Linear:
         """`adapted`: some rows may have an adapter."""
         if self.delta is not None and before.delta is not None:
             alone = before.takes_row(rows) and self.takes_row(rows, activation)
+            if alone and before.fused.gates_apart(rows, activation):
+                return Handover(apart=activation)
             if adapted or alone:
                 return Handover(late=activation)
         if not (self.hands_over and before.hands_over):

@@ -52,7 +52,7 @@ class GatedMlp:
             self.gate_up, rows, self.plan.activation, adapted=adapted
         )
         between = None
-        gates_later = self.gate_up.delta is None or handover.late is not None
+        gates_later = self.gate_up.delta is None or (handover.late or handover.apart) is not None
         if buffers is not None and handover.to is None and gates_later:
             width = self.plan.down.in_features
             between = buffers.take(

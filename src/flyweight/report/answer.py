@@ -56,7 +56,8 @@ def answer(results: Results, baseline: str | None = None) -> list[Block]:
         Heading("The answer"),
         make_table("The fastest scheme of each model, within what it may cost", SHORT, lines),
         Paragraph(
-            f"{RULE} Where perplexity was not measured (random weights have none) the fastest is shown, and none is "
+            f"{RULE} Where perplexity was not measured (random weights have none) the fastest is "
+            "shown, and none is "
             "recommended."
         ),
     ]
@@ -172,7 +173,8 @@ def conditions(variants: Sequence[Record]) -> str:
     if judged is not None:
         text = f"{judged.get('tokens') or '?'} tokens of {judged.get('text') or 'a text'}"
         parts.append(
-            f"Quality: {text} (± is the standard error; a change is paired token by token where the "
+            f"Quality: {text} (± is the standard error; a change is paired token by token where "
+            "the "
             "rows tell)."
         )
     if any(str(one.get("checkpoint")).startswith("random") for one in variants):

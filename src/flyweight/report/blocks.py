@@ -1,4 +1,6 @@
-"""What a report is made of: headings, paragraphs, lists, tables and figures. Renderers know these and nothing of benchmarks."""
+"""What a report is made of: headings, paragraphs, lists, tables and figures. Renderers know these
+and nothing of benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """`scheme` is what decides the colour, the same in every figure; None where the series are no schemes."""
+    """`scheme` is what decides the colour, the same in every figure; None where the series are no
+    schemes.
+    """
 
     name: str
     points: tuple[Point, ...]
@@ -69,7 +73,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """kind: `line`, `scatter`, `bars` (x is a category) or `heat` (each series is a line of cells)."""
+    """kind: `line`, `scatter`, `bars` (x is a category) or `heat` (a series is a line of cells)."""
 
     kind: str
     title: str
@@ -83,14 +87,19 @@ class Figure:
     front: tuple[tuple[float, float], ...] = ()  # a dotted line through the best trade-offs
 
     def look(self, index: int) -> tuple[int, bool]:
-        """(the number of a series' colour, whether another before it in this figure looks the same)"""
-        numbers = [place if series.color is None else series.color for place, series in enumerate(self.series)]
+        """(the number of a series' colour, whether one before it in this figure looks the same)"""
+        numbers = [
+            place if series.color is None else series.color
+            for place, series in enumerate(self.series)
+        ]
         wrapped = [number % PALETTE for number in numbers]
         return wrapped[index], wrapped[index] in wrapped[:index]
 
     @property
     def categories(self) -> list[str]:
-        return list(dict.fromkeys(str(point.x) for series in self.series for point in series.points))
+        return list(
+            dict.fromkeys(str(point.x) for series in self.series for point in series.points)
+        )
 
 
 Block = Heading | Paragraph | Items | Highlights | Table | Figure
@@ -102,8 +111,15 @@ def with_colors(blocks: Sequence[Block]) -> list[Block]:
     colored: list[Block] = []
     for block in blocks:
         if isinstance(block, Figure):
-            series = tuple(replace(one, color=None if one.scheme is None else numbers.setdefault(one.scheme, len(numbers)))
-                           for one in block.series)
+            series = tuple(
+                replace(
+                    one,
+                    color=None
+                    if one.scheme is None
+                    else numbers.setdefault(one.scheme, len(numbers)),
+                )
+                for one in block.series
+            )
             block = replace(block, series=series)
         colored.append(block)
     return colored
@@ -111,7 +127,9 @@ def with_colors(blocks: Sequence[Block]) -> list[Block]:
 
 @dataclass(frozen=True)
 class Column:
-    """A field of a record and how it is written: `form` is a format spec, `±` before it adds the deviation."""
+    """A field of a record and how it is written: `form` is a format spec, `±` before it adds the
+    deviation.
+    """
 
     header: str
     name: str
@@ -125,17 +143,36 @@ class Column:
         if value is None or value == "":
             return self.absent
         form = self.form.lstrip("±")
-        text = (format(value, form) if form and isinstance(value, (int, float)) else plain(value)) + self.unit
+        text = (
+            format(value, form) if form and isinstance(value, (int, float)) else plain(value)
+        ) + self.unit
         deviation = record.get(f"{self.name}±") if self.form.startswith("±") else None
-        return text if deviation is None else f"{text} ± {format(deviation, form) if form else plain(deviation)}"
+        return (
+            text
+            if deviation is None
+            else f"{text} ± {format(deviation, form) if form else plain(deviation)}"
+        )
 
 
-def make_table(title: str, columns: Sequence[Column], records: Sequence[dict], *, merge: int = 0) -> Table:
-    shown = [column for column in columns
-             if not column.optional or any(record.get(column.name) is not None for record in records)]
-    headers = tuple(column.header.format_map(records[0]) if "{" in column.header else column.header for column in shown)
-    return Table(title, headers, tuple(tuple(column.cell(record) for column in shown) for record in records), merge=merge,
-                 notes=flag_notes(records))
+def make_table(
+    title: str, columns: Sequence[Column], records: Sequence[dict], *, merge: int = 0
+) -> Table:
+    shown = [
+        column
+        for column in columns
+        if not column.optional or any(record.get(column.name) is not None for record in records)
+    ]
+    headers = tuple(
+        column.header.format_map(records[0]) if "{" in column.header else column.header
+        for column in shown
+    )
+    return Table(
+        title,
+        headers,
+        tuple(tuple(column.cell(record) for column in shown) for record in records),
+        merge=merge,
+        notes=flag_notes(records),
+    )
 
 
 def flag_notes(records: Sequence[dict]) -> tuple[str, ...]:

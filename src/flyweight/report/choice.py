@@ -1,8 +1,8 @@
 """Which scheme of a model to take: every variant beside the original, and the one that gains most.
 
-One record a variant: its speed under the one condition that covers most variants, its quality on the
-one text that does. Speed and quality are joined by checkpoint alone. A difference counts where it is
-larger than the errors of both sides; what is inside them is called equal.
+One record a variant: its speed under the one condition that covers most variants, its quality on
+the one text that does. Speed and quality are joined by checkpoint alone. A difference counts where
+it is larger than the errors of both sides; what is inside them is called equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Choice:
 
 
 def places(results: Results) -> list[tuple[str, str | None]]:
-    """Models with the devices they ran on; one that was not timed is judged by its quality alone."""
+    """Models with the devices they ran on; one that was not timed is judged by quality alone."""
     timed = [
         (row["model"], results.device(row))
         for bench in ("latency", "speed")

@@ -1,4 +1,6 @@
-"""From rows to the blocks of a report: one function a bench, each giving its tables in the chosen layout and its figures."""
+"""From rows to the blocks of a report: one function a bench, each giving its tables in the chosen
+layout and its figures.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from flyweight.report.records import Record, add_agreement, add_speedups, make_r
 from flyweight.report.rows import Results, Row, group
 from flyweight.report.units import bytes_text, plain, time_text
 
-TORCH_NAMES = {"float16": "fp16", "float32": "fp32"}  # the dtype of torch's own linear beside a kernel, unless bf16
+# the dtype of torch's own linear beside a kernel, unless bf16
+TORCH_NAMES = {"float16": "fp16", "float32": "fp32"}
 MEDALS = ("🥇", "🥈", "🥉")
 
 
@@ -35,8 +38,11 @@ class View:
     def records(self, bench: str) -> list[Record]:
         """One a group of repeats; the seeds' layout shows every row, as its documents do."""
         rows = self.results.of(bench)
-        groups = [one for row in rows for one in group(self.results, [row])] if self.seed and bench != "latency" \
+        groups = (
+            [one for row in rows for one in group(self.results, [row])]
+            if self.seed and bench != "latency"
             else group(self.results, rows)
+        )
         records = [make_record(one) for one in groups]
         if not self.seed:
             tell_apart(records, "label_model")
@@ -55,16 +61,27 @@ def kernel(view: View) -> list[Block]:
     blocks: list[Block] = []
     for record in (records := view.records("kernel")):
         record["torch_name"] = TORCH_NAMES.get(str(record.get("torch_dtype")), "bf16")
-        record["ms"], record["torch_ms"] = record["us"] / 1e3, record["torch_us"] / 1e3 if record.get("torch_us") else None
+        record["ms"], record["torch_ms"] = (
+            record["us"] / 1e3,
+            record["torch_us"] / 1e3 if record.get("torch_us") else None,
+        )
         record["speedup"] = record["torch_us"] / record["us"] if record.get("torch_us") else None
         if record.get("ratio") is None and record.get("torch_us"):
             record["ratio"] = record["us"] / record["torch_us"]
     for (name, codebook, device), part in split(
-            records, lambda one: (one["format"], one.get("main_centroids") is not None, one["device_name"])).items():
-        if view.seed and len({(one.get("main_centroids"), one.get("residual_centroids")) for one in part}) == 1:
+        records,
+        lambda one: (one["format"], one.get("main_centroids") is not None, one["device_name"]),
+    ).items():
+        if (
+            view.seed
+            and len({(one.get("main_centroids"), one.get("residual_centroids")) for one in part})
+            == 1
+        ):
             for one in part:  # as in the document with one codebook
                 one["main_centroids"] = one["residual_centroids"] = None
-        title = f"{name} kernel{' by codebook' if codebook else ''} on {device or 'an unnamed device'}"
+        title = (
+            f"{name} kernel{' by codebook' if codebook else ''} on {device or 'an unnamed device'}"
+        )
         blocks.append(make_table(title, layouts.KERNEL[view.layout], part))
     return [Heading("Kernels"), *blocks, *figures.heat_maps(records)] if blocks else []
 
@@ -74,7 +91,11 @@ def latency(view: View) -> list[Block]:
     rankings: list[Block] = []
     records = view.records("latency")
     for record in records:
-        record["label"] = f"{record['scheme']}_{record['workload']}" if view.seed and record.get("workload") else record["scheme"]
+        record["label"] = (
+            f"{record['scheme']}_{record['workload']}"
+            if view.seed and record.get("workload")
+            else record["scheme"]
+        )
     tell_apart(records, "label")
     several = len({(one["model"], one["device_name"]) for one in records}) > 1
     shape = ("batch", "input", "output", "workload", "model", "device_name")
@@ -87,13 +108,21 @@ def latency(view: View) -> list[Block]:
     if not blocks:
         return []
     by = "by Output Throughput" if view.seed else "each workload by the metric it is about"
-    return [Heading("Performance Benchmark Results", level=1, short="Performance"), *blocks,
-            Heading(f"Performance Ranking ({by})", short="Ranking"), *rankings,
-            *figures.throughput_latency(records), *figures.first_token_bars(records)]
+    return [
+        Heading("Performance Benchmark Results", level=1, short="Performance"),
+        *blocks,
+        Heading(f"Performance Ranking ({by})", short="Ranking"),
+        *rankings,
+        *figures.throughput_latency(records),
+        *figures.first_token_bars(records),
+    ]
 
 
 def configuration(view: View, one: Record, *, several: bool) -> Heading:
-    text = f"Configuration: batch_size={one['batch']}, input_len={one['input']}, output_len={one['output']}"
+    text = (
+        f"Configuration: batch_size={one['batch']}, input_len={one['input']}, "
+        f"output_len={one['output']}"
+    )
     workload = one.get("workload") or "unnamed"
     place = f", {one['model']} on {one['device_name']}" if several else ""
     return Heading(text if view.seed else f"{text} ({workload}{place})", short=f"{workload}{place}")
@@ -102,35 +131,61 @@ def configuration(view: View, one: Record, *, several: bool) -> Heading:
 def summary(view: View, best: Sequence[Record], *, metric: str) -> list[Block]:
     """The table of one workload, best first, and its runs."""
     if not view.seed:
-        add_speedups(best, baseline=view.baseline, same=("model",), value=metric, more_is_better=layouts.METRICS[metric][2])
+        add_speedups(
+            best,
+            baseline=view.baseline,
+            same=("model",),
+            value=metric,
+            more_is_better=layouts.METRICS[metric][2],
+        )
     alone = len({record["backend"] for record in best}) == 1
     for record in best:
         record["place"] = record["label"] if alone else f"{record['label']} ({record['backend']})"
         record["about"] = layouts.METRICS[metric][0]
         record["code_label"] = f"`{record['label']}`"
-    return [Paragraph(f"**Total models tested:** {len(best)}"), Heading("Summary Table", level=3),
-            make_table("", layouts.LATENCY[view.layout], best), Heading("Detailed Results", level=3), *details(view, best)]
+    return [
+        Paragraph(f"**Total models tested:** {len(best)}"),
+        Heading("Summary Table", level=3),
+        make_table("", layouts.LATENCY[view.layout], best),
+        Heading("Detailed Results", level=3),
+        *details(view, best),
+    ]
 
 
 def choose_metric(records: Sequence[Record]) -> str:
     one = records[0]
-    wanted = layouts.about(one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"])
-    return next((name for name in wanted if all(record.get(name) is not None for record in records)), "latency_s")
+    wanted = layouts.about(
+        one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"]
+    )
+    return next(
+        (name for name in wanted if all(record.get(name) is not None for record in records)),
+        "latency_s",
+    )
 
 
 def rank(records: Sequence[Record], metric: str) -> list[Record]:
-    return sorted(records, key=lambda one: one.get(metric) or 0.0, reverse=layouts.METRICS[metric][2])
+    return sorted(
+        records, key=lambda one: one.get(metric) or 0.0, reverse=layouts.METRICS[metric][2]
+    )
 
 
 def ranking(best: Sequence[Record], metric: str, *, named: bool) -> Items:
     name, unit, more = layouts.METRICS[metric]
     digits = 3 if unit == "s" else 2
-    marks = marks_inside_errors(best, metric) if named else [
-        *MEDALS, *(f"{place}." for place in range(len(MEDALS) + 1, len(best) + 1))]
-    places = [(0, f"{mark} **{one['place']}**: {one[metric]:.{digits}f} {unit}")
-              for mark, one in zip(marks, best, strict=False) if one.get(metric) is not None]
+    marks = (
+        marks_inside_errors(best, metric)
+        if named
+        else [*MEDALS, *(f"{place}." for place in range(len(MEDALS) + 1, len(best) + 1))]
+    )
+    places = [
+        (0, f"{mark} **{one['place']}**: {one[metric]:.{digits}f} {unit}")
+        for mark, one in zip(marks, best, strict=False)
+        if one.get(metric) is not None
+    ]
     one = best[0]
-    wanted = layouts.about(one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"])[0]
+    wanted = layouts.about(
+        one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"]
+    )[0]
     instead = "" if wanted == metric else f" ({layouts.METRICS[wanted][0]} was not measured)"
     head = [(0, f"by {name}{instead}, {'more' if more else 'less'} is better")] if named else []
     if named and any(mark.startswith("=") for mark in marks):
@@ -139,7 +194,8 @@ def ranking(best: Sequence[Record], metric: str, *, named: bool) -> Items:
 
 
 def marks_inside_errors(best: Sequence[Record], metric: str) -> list[str]:
-    """Places, shared by those whose difference is inside the deviations of the runs; medals only for places that are not.
+    """Places, shared by those whose difference is inside the deviations of the runs; medals only
+    for places that are not.
 
     Without repeats no error is known, and nobody gets a medal.
     """
@@ -159,8 +215,12 @@ def marks_inside_errors(best: Sequence[Record], metric: str) -> list[str]:
 
 def details(view: View, records: Sequence[Record]) -> list[Block]:
     """The runs of each variant and their statistics, as the document of this layout has them."""
-    figure_names = (("Latency", "latency_s", "s"), ("Output Throughput", "decode_tok_s", " tok/s"),
-                    ("Overall Throughput", "overall_tok_s", " tok/s"), ("Input Throughput", "input_tok_s", " tok/s"))
+    figure_names = (
+        ("Latency", "latency_s", "s"),
+        ("Output Throughput", "decode_tok_s", " tok/s"),
+        ("Overall Throughput", "overall_tok_s", " tok/s"),
+        ("Input Throughput", "input_tok_s", " tok/s"),
+    )
     blocks: list[Block] = []
     for record in sorted(records, key=lambda one: one["label"]):
         rows = runs_of(view.results, record)
@@ -168,43 +228,104 @@ def details(view: View, records: Sequence[Record]) -> list[Block]:
         for row in rows:
             flags = f" ({'; '.join(row['flags'])})" if row.get("flags") and not view.seed else ""
             lines.append((1, f"`{row.get('label') or row['run_id']}`:{flags}"))
-            lines += [(2, f"{name}: {'N/A' if row.get(key) is None else f'{row[key]:.2f}{unit}'}")
-                      for name, key, unit in figure_names]
-        lines.append((0, "**Statistics:**" if view.seed else "**Statistics** (mean ± sample deviation of the runs):"))
-        lines += [(1, f"{name}: {record[key]:.2f} ± {record[f'{key}±']:.2f}") for name, key, _ in figure_names
-                  if record.get(f"{key}±") is not None]
+            lines += [
+                (2, f"{name}: {'N/A' if row.get(key) is None else f'{row[key]:.2f}{unit}'}")
+                for name, key, unit in figure_names
+            ]
+        lines.append(
+            (
+                0,
+                "**Statistics:**"
+                if view.seed
+                else "**Statistics** (mean ± sample deviation of the runs):",
+            )
+        )
+        lines += [
+            (1, f"{name}: {record[key]:.2f} ± {record[f'{key}±']:.2f}")
+            for name, key, _ in figure_names
+            if record.get(f"{key}±") is not None
+        ]
         blocks.append(Items(tuple(lines), title=record["place"], detail=True))
     return blocks
 
 
 def runs_of(results: Results, record: Record) -> list[Row]:
-    keys = ("model", "checkpoint", "scheme", "kv_dtype", "backend", "workload", "batch", "input", "output")
-    return [row for row in results.of("latency")
-            if all(row.get(key) == record.get(key) for key in keys) and results.device(row) == record["device_name"]]
+    keys = (
+        "model",
+        "checkpoint",
+        "scheme",
+        "kv_dtype",
+        "backend",
+        "workload",
+        "batch",
+        "input",
+        "output",
+    )
+    return [
+        row
+        for row in results.of("latency")
+        if all(row.get(key) == record.get(key) for key in keys)
+        and results.device(row) == record["device_name"]
+    ]
 
 
 def speed(view: View) -> list[Block]:
     blocks: list[Block] = []
     records = view.records("speed")
-    add_speedups(records, baseline=view.baseline, same=("model", "input", "output", "gpus"),
-                 value="output_tok_s", more_is_better=True)
-    for (model, backend, device), part in split(records, lambda one: (one["model"], one["backend"], one["device_name"])).items():
-        blocks.append(make_table(f"{model} ({backend}) on {device}", layouts.SPEED[view.layout], part, merge=2))
-    return [Heading("Speed Benchmark"), *blocks, *figures.speed_lines(records), *figures.memory_bars(records)] if blocks else []
+    add_speedups(
+        records,
+        baseline=view.baseline,
+        same=("model", "input", "output", "gpus"),
+        value="output_tok_s",
+        more_is_better=True,
+    )
+    for (model, backend, device), part in split(
+        records, lambda one: (one["model"], one["backend"], one["device_name"])
+    ).items():
+        blocks.append(
+            make_table(
+                f"{model} ({backend}) on {device}", layouts.SPEED[view.layout], part, merge=2
+            )
+        )
+    return (
+        [
+            Heading("Speed Benchmark"),
+            *blocks,
+            *figures.speed_lines(records),
+            *figures.memory_bars(records),
+        ]
+        if blocks
+        else []
+    )
 
 
 def throughput(view: View) -> list[Block]:
     records = view.records("throughput")
-    add_speedups(records, baseline=view.baseline, same=("model", "prompts", "input", "output"),
-                 value="total_tok_s", more_is_better=True)
-    table = [make_table("Prompts, QPS and tokens/s", layouts.THROUGHPUT[view.layout], records)] if records else []
+    add_speedups(
+        records,
+        baseline=view.baseline,
+        same=("model", "prompts", "input", "output"),
+        value="total_tok_s",
+        more_is_better=True,
+    )
+    table = (
+        [make_table("Prompts, QPS and tokens/s", layouts.THROUGHPUT[view.layout], records)]
+        if records
+        else []
+    )
     return [Heading("Throughput"), *table] if table else []
 
 
 def serve(view: View) -> list[Block]:
     blocks: list[Block] = []
     records = view.records("serve")
-    add_speedups(records, baseline=view.baseline, same=("model", "rate", "concurrency"), value="tpot_ms", more_is_better=False)
+    add_speedups(
+        records,
+        baseline=view.baseline,
+        same=("model", "rate", "concurrency"),
+        value="tpot_ms",
+        more_is_better=False,
+    )
     for device, part in split(records, lambda one: one["device_name"]).items():
         table = make_table(f"Backends on {device}", layouts.SERVE[view.layout], part)
         blocks.append(transpose(table, strong=view.seed))
@@ -221,10 +342,18 @@ def transpose(table: Table, *, strong: bool) -> Table:
 
 def profile(view: View) -> list[Block]:
     blocks: list[Block] = []
-    found = [{**row, "device_name": view.results.device(row)} for row in view.results.of("profile") if row.get("level") != "part"]
+    found = [
+        {**row, "device_name": view.results.device(row)}
+        for row in view.results.of("profile")
+        if row.get("level") != "part"
+    ]
     operators = [row for row in found if row.get("level") != "layer"]
-    for (device, phase), rows in split(operators, lambda one: (one["device_name"], one.get("phase"))).items():
-        records = [operator_record(part) for part in split(rows, lambda one: one["operator"]).values()]
+    for (device, phase), rows in split(
+        operators, lambda one: (one["device_name"], one.get("phase"))
+    ).items():
+        records = [
+            operator_record(part) for part in split(rows, lambda one: one["operator"]).values()
+        ]
         by = "device" if any(one["device_self_us"] for one in records) else "host"
         if not view.seed:
             records.sort(key=lambda one: -one.get(f"{by}_self_us", 0.0))
@@ -235,15 +364,27 @@ def profile(view: View) -> list[Block]:
 
 def operator_record(rows: Sequence[Row]) -> Record:
     """The host row and the device row of one operator, side by side."""
-    record: Record = {"operator": rows[0]["operator"], "phase": rows[0].get("phase"), "calls": max(row["calls"] for row in rows),
-                      "device_self_us": 0.0, "flags": [flag for row in rows for flag in row.get("flags") or ()]}
+    record: Record = {
+        "operator": rows[0]["operator"],
+        "phase": rows[0].get("phase"),
+        "calls": max(row["calls"] for row in rows),
+        "device_self_us": 0.0,
+        "flags": [flag for row in rows for flag in row.get("flags") or ()],
+    }
     for row in rows:
         kind, total = row["kind"], row.get("total_us", row["self_us"])
         times = {"self": row["self_us"], "total": total, "mean": total / max(row["calls"], 1)}
         record |= {f"{kind}_{name}": time_text(value) for name, value in times.items()}
-        record |= {f"{kind}_{name}": f"{row[name]:.2%}" for name in ("share", "total_share") if row.get(name) is not None}
-        record |= {f"{kind}_{name}": bytes_text(row[f"{name}_bytes"]) for name in ("memory", "self_memory")
-                   if row.get(f"{name}_bytes") is not None}
+        record |= {
+            f"{kind}_{name}": f"{row[name]:.2%}"
+            for name in ("share", "total_share")
+            if row.get(name) is not None
+        }
+        record |= {
+            f"{kind}_{name}": bytes_text(row[f"{name}_bytes"])
+            for name in ("memory", "self_memory")
+            if row.get(f"{name}_bytes") is not None
+        }
         record[f"{kind}_self_us"] = row["self_us"]
     return record
 
@@ -257,20 +398,36 @@ def quality(view: View) -> list[Block]:
 
 def checks(view: View) -> list[Block]:
     """Whether an engine computes what it should: one table for each check, every row of it."""
-    found = [make_record(group(view.results, [row])[0]) for row in view.results.of("quality") if row.get("check")]
-    tables = [make_table(f"{name} on {device}", layouts.CHECKS, part)
-              for (name, device), part in split(found, lambda one: (one["check"], one["device_name"])).items()]
+    found = [
+        make_record(group(view.results, [row])[0])
+        for row in view.results.of("quality")
+        if row.get("check")
+    ]
+    tables = [
+        make_table(f"{name} on {device}", layouts.CHECKS, part)
+        for (name, device), part in split(
+            found, lambda one: (one["check"], one["device_name"])
+        ).items()
+    ]
     return [Heading("Checks on real weights"), *tables] if tables else []
 
 
 def quantize(view: View) -> list[Block]:
     records = view.records("quantize")
-    return [Heading("Quantization"), make_table("Cost of quantization", layouts.QUANTIZE, records)] if records else []
+    return (
+        [Heading("Quantization"), make_table("Cost of quantization", layouts.QUANTIZE, records)]
+        if records
+        else []
+    )
 
 
 def sanitize(view: View) -> list[Block]:
     records = view.records("sanitize")
-    return [Heading("Memory and races"), make_table("compute-sanitizer", layouts.SANITIZE, records)] if records else []
+    return (
+        [Heading("Memory and races"), make_table("compute-sanitizer", layouts.SANITIZE, records)]
+        if records
+        else []
+    )
 
 
 def limits(view: View) -> list[Block]:
@@ -283,7 +440,11 @@ def steps(view: View) -> list[Block]:
 
 def failures(view: View) -> list[Block]:
     records = [dict(row) for row in view.results.rows if row["status"] != "ok"]
-    return [Heading("Not measured"), make_table("Rows without a result", layouts.FAILURES, records)] if records else []
+    return (
+        [Heading("Not measured"), make_table("Rows without a result", layouts.FAILURES, records)]
+        if records
+        else []
+    )
 
 
 def environments(view: View) -> list[Block]:
@@ -292,8 +453,12 @@ def environments(view: View) -> list[Block]:
     for name, facts in view.results.environments.items():
         if name in used:
             lines.append((0, f"**{facts.get('device') or 'unnamed device'}** ({name})"))
-            lines += [(1, f"{key}: {fact_text(value)}") for key, value in facts.items()
-                      if key not in ("schema", "bench", "run_id", "status", "environment", "id", "device") and value]
+            lines += [
+                (1, f"{key}: {fact_text(value)}")
+                for key, value in facts.items()
+                if key not in ("schema", "bench", "run_id", "status", "environment", "id", "device")
+                and value
+            ]
     return [Heading("Environment"), Items(tuple(lines), detail=True)] if lines else []
 
 
@@ -303,15 +468,33 @@ def fact_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else plain(value)
 
 
-SECTIONS = {section.__name__: section for section in (
-    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, checks, sanitize, failures,
-    environments)}
+SECTIONS = {
+    section.__name__: section
+    for section in (
+        quality,
+        limits,
+        latency,
+        serve,
+        speed,
+        throughput,
+        kernel,
+        steps,
+        profile,
+        quantize,
+        checks,
+        sanitize,
+        failures,
+        environments,
+    )
+}
 
 
 def build(view: View) -> list[Block]:
     """The whole report: the answer, what a reader must know, then everything that was measured."""
     notes = [Items(tuple((0, note) for note in view.results.notes))] if view.results.notes else []
-    names = view.sections or [name for name in SECTIONS if not (view.seed and name == "environments")]
+    names = view.sections or [
+        name for name in SECTIONS if not (view.seed and name == "environments")
+    ]
     sections = [block for name in names for block in SECTIONS[name](view)]
     if view.sections:
         return with_colors(sections)

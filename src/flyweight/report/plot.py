@@ -12,7 +12,8 @@ from flyweight.errors import MissingPackageError
 from flyweight.report.blocks import Figure
 
 COLORS = ("#2a6fdb", "#e07b00", "#2c9a4b", "#c23b6b", "#7a52c7", "#0f9aa8", "#9a7b00", "#6b7280")
-LONGEST, WIDEST = 44, 22  # characters of a name, since what a backend was started with may be long; and of a line below a bar
+# characters of a name, since what a backend was started with may be long; and of a line below a bar
+LONGEST, WIDEST = 44, 22
 MOST_INSIDE = 5  # series whose legend has room among them
 
 
@@ -20,9 +21,14 @@ def draw(figure: Figure, folder: Path, *, kind: str = "png", name: str | None = 
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
-        raise MissingPackageError("figures need matplotlib: pip install 'flyweight[report]'") from None
-    below = math.ceil(len(figure.series) / 3) if len(figure.series) > MOST_INSIDE else 0  # lines of the legend
-    tall = max(3.6, 0.22 * len(figure.series) + 1.4) if figure.kind == "heat" else 4.2 + 0.16 * below
+        raise MissingPackageError(
+            "figures need matplotlib: pip install 'flyweight[report]'"
+        ) from None
+    # lines of the legend
+    below = math.ceil(len(figure.series) / 3) if len(figure.series) > MOST_INSIDE else 0
+    tall = (
+        max(3.6, 0.22 * len(figure.series) + 1.4) if figure.kind == "heat" else 4.2 + 0.16 * below
+    )
     canvas = Canvas(figsize=(7.5, tall), layout="constrained")
     axes = canvas.subplots()
     {"line": lines, "scatter": scatter, "bars": bars, "heat": heat}[figure.kind](figure, axes)
@@ -37,7 +43,9 @@ def draw(figure: Figure, folder: Path, *, kind: str = "png", name: str | None = 
         elif not figure.front:  # whose points have their names beside them
             axes.legend(fontsize=7)
         axes.set_xscale("log") if figure.x_log else None
-        axes.set_yscale("log") if figure.y_log else axes.set_ylim(bottom=0 if figure.kind in ("bars", "line") else None)
+        axes.set_yscale("log") if figure.y_log else axes.set_ylim(
+            bottom=0 if figure.kind in ("bars", "line") else None
+        )
     path = folder / f"{name or file_name(figure)}.{kind}"
     folder.mkdir(parents=True, exist_ok=True)
     canvas.savefig(path, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
@@ -55,24 +63,52 @@ def short(name: str) -> str:
 def lines(figure: Figure, axes: Any) -> None:
     for index, series in enumerate(figure.series):
         color, again = figure.look(index)
-        axes.plot([point.x for point in series.points], [point.y for point in series.points], marker="o", markersize=4,
-                  color=COLORS[color], linestyle="--" if again else "-", label=short(series.name))
+        axes.plot(
+            [point.x for point in series.points],
+            [point.y for point in series.points],
+            marker="o",
+            markersize=4,
+            color=COLORS[color],
+            linestyle="--" if again else "-",
+            label=short(series.name),
+        )
 
 
 def scatter(figure: Figure, axes: Any) -> None:
-    largest = max((point.size or 0 for series in figure.series for point in series.points), default=0) or 1
+    largest = (
+        max((point.size or 0 for series in figure.series for point in series.points), default=0)
+        or 1
+    )
     for index, series in enumerate(figure.series):
         number, again = figure.look(index)
         color = COLORS[number]
-        axes.scatter([point.x for point in series.points], [point.y for point in series.points], color=color, alpha=0.8,
-                     label=short(series.name), marker="s" if again else "o",
-                     s=[30 if point.size is None else 30 + 600 * point.size / largest for point in series.points],
-                     edgecolors=["black" if point.marked else color for point in series.points], linewidths=1.6)
+        axes.scatter(
+            [point.x for point in series.points],
+            [point.y for point in series.points],
+            color=color,
+            alpha=0.8,
+            label=short(series.name),
+            marker="s" if again else "o",
+            s=[
+                30 if point.size is None else 30 + 600 * point.size / largest
+                for point in series.points
+            ],
+            edgecolors=["black" if point.marked else color for point in series.points],
+            linewidths=1.6,
+        )
         for point in series.points if figure.front else ():
-            axes.annotate(short(series.name), (point.x, point.y), xytext=(0, 12), textcoords="offset points", ha="center",
-                          fontsize=7)
+            axes.annotate(
+                short(series.name),
+                (point.x, point.y),
+                xytext=(0, 12),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+            )
     if figure.front:
-        axes.plot(*zip(*figure.front, strict=True), color="black", linewidth=0.8, linestyle=":", zorder=0)
+        axes.plot(
+            *zip(*figure.front, strict=True), color="black", linewidth=0.8, linestyle=":", zorder=0
+        )
         axes.margins(0.12)
 
 
@@ -81,9 +117,16 @@ def bars(figure: Figure, axes: Any) -> None:
     width = 0.8 / max(len(figure.series), 1)
     for index, series in enumerate(figure.series):
         color, again = figure.look(index)
-        axes.bar([places[str(point.x)] + (index + 0.5) * width - 0.4 for point in series.points],
-                 [point.y for point in series.points], width=width, color=COLORS[color], label=short(series.name),
-                 hatch="////" if again else "", edgecolor="white", linewidth=0)
+        axes.bar(
+            [places[str(point.x)] + (index + 0.5) * width - 0.4 for point in series.points],
+            [point.y for point in series.points],
+            width=width,
+            color=COLORS[color],
+            label=short(series.name),
+            hatch="////" if again else "",
+            edgecolor="white",
+            linewidth=0,
+        )
     longest = max(map(len, places))
     names = ["\n".join(textwrap.wrap(short(name), WIDEST)) for name in places]
     axes.set_xticks(range(len(places)), names, rotation=20 if 9 < longest <= WIDEST else 0)
@@ -91,8 +134,13 @@ def bars(figure: Figure, axes: Any) -> None:
 
 def heat(figure: Figure, axes: Any) -> None:
     names = figure.categories
-    values = [[next((point.y for point in series.points if str(point.x) == name), math.nan) for name in names]
-              for series in figure.series]
+    values = [
+        [
+            next((point.y for point in series.points if str(point.x) == name), math.nan)
+            for name in names
+        ]
+        for series in figure.series
+    ]
     logs = [[math.log(value / (figure.middle or 1.0)) for value in line] for line in values]
     bound = max(abs(value) for line in logs for value in line if not math.isnan(value)) or 1.0
     axes.imshow(logs, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto")
@@ -101,5 +149,12 @@ def heat(figure: Figure, axes: Any) -> None:
     for row, line in enumerate(values):
         for column, value in enumerate(line):
             if not math.isnan(value):
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7,
-                          color="white" if abs(logs[row][column]) > 0.6 * bound else "black")
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if abs(logs[row][column]) > 0.6 * bound else "black",
+                )

@@ -1,4 +1,6 @@
-"""Any file of results as rows: our JSONL, the result files of other tools, and the documents whose layouts we reproduce."""
+"""Any file of results as rows: our JSONL, the result files of other tools, and the documents whose
+layouts we reproduce.
+"""
 
 from __future__ import annotations
 
@@ -37,4 +39,7 @@ def read_one(path: Path) -> Results:
 
 def dump(results: Results) -> str:
     """The rows as JSONL, environments first, so that they can be read again."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*results.environments.values(), *results.rows))
+    return "".join(
+        json.dumps(row, ensure_ascii=False) + "\n"
+        for row in (*results.environments.values(), *results.rows)
+    )

@@ -1,4 +1,6 @@
-"""A record per group of repeats: means and deviations under the fields' own names, labels, and speed-ups over the baseline."""
+"""A record per group of repeats: means and deviations under the fields' own names, labels, and
+speed-ups over the baseline.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,19 @@ from flyweight.report.rows import NUMBERS, PERCENTILES, Group, Results, is_check
 
 Record = dict[str, Any]
 CASE = ("model", "scheme", "checkpoint", "backend", "gpus")
-COUNTS = {"rows", "batch", "input", "output", "in_features", "out_features", "main_centroids", "residual_centroids", "gpus",
-          "prompts", "calls"}  # what was asked for, not measured: never averaged
+COUNTS = {
+    "rows",
+    "batch",
+    "input",
+    "output",
+    "in_features",
+    "out_features",
+    "main_centroids",
+    "residual_centroids",
+    "gpus",
+    "prompts",
+    "calls",
+}  # what was asked for, not measured: never averaged
 
 
 def make_record(group: Group) -> Record:
@@ -29,7 +42,9 @@ def make_record(group: Group) -> Record:
 
 
 def add_agreement(records: Sequence[Record], results: Results) -> None:
-    """What a record's own rows do not tell is taken from the last other row about the same case on the same device."""
+    """What a record's own rows do not tell is taken from the last other row about the same case on
+    the same device.
+    """
     found: dict[tuple[Any, ...], Record] = {}
     for row in sorted(filter(is_checked, results.rows), key=lambda one: str(one["time"])):
         found[(*(row.get(name) for name in CASE), results.device(row))] = row
@@ -41,7 +56,9 @@ def add_agreement(records: Sequence[Record], results: Results) -> None:
 
 
 def tell_apart(records: Sequence[Record], name: str) -> None:
-    """Where one name stands for several checkpoints, the name gets the beginning of the checkpoint's hash."""
+    """Where one name stands for several checkpoints, the name gets the beginning of the
+    checkpoint's hash.
+    """
     seen: dict[tuple[Any, ...], set[Any]] = {}
     for record in records:
         seen.setdefault(name_of(record), set()).add(record.get("checkpoint"))
@@ -52,14 +69,29 @@ def tell_apart(records: Sequence[Record], name: str) -> None:
 
 def find_baseline(records: Sequence[Record], asked: str | None) -> str | None:
     """Of the schemes and backends that are here: the one asked for, else the usual one."""
-    here = {str(record[name]).lower(): str(record[name]) for record in records for name in ("scheme", "backend")
-            if record.get(name)}
-    return next((here[name.lower()] for name in ([asked] if asked else BASELINES) if name.lower() in here), None)
+    here = {
+        str(record[name]).lower(): str(record[name])
+        for record in records
+        for name in ("scheme", "backend")
+        if record.get(name)
+    }
+    return next(
+        (here[name.lower()] for name in ([asked] if asked else BASELINES) if name.lower() in here),
+        None,
+    )
 
 
-def add_speedups(records: Sequence[Record], *, baseline: str | None, same: Sequence[str],
-                 value: str, more_is_better: bool) -> None:
-    """Each record against the baseline that agrees with it in `same` (and in backend or scheme, whichever is not compared)."""
+def add_speedups(
+    records: Sequence[Record],
+    *,
+    baseline: str | None,
+    same: Sequence[str],
+    value: str,
+    more_is_better: bool,
+) -> None:
+    """Each record against the baseline that agrees with it in `same` (and in backend or scheme,
+    whichever is not compared).
+    """
     name = find_baseline(records, baseline)
     if name is None:
         return
@@ -71,7 +103,8 @@ def add_speedups(records: Sequence[Record], *, baseline: str | None, same: Seque
             bases.setdefault(tuple(record.get(part) for part in kept), []).append(record)
     for record in records:
         here = bases.get(tuple(record.get(part) for part in kept), [])
-        several = len({one.get("checkpoint") for one in here}) > 1  # which one would be a silent choice
+        # which one would be a silent choice
+        several = len({one.get("checkpoint") for one in here}) > 1
         base, own = here[0].get(value) if here and not several else None, record.get(value)
         if base and own:
             record["speedup"] = own / base if more_is_better else base / own

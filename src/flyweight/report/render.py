@@ -1,6 +1,8 @@
-"""Blocks as Markdown, reStructuredText, CSV, and the text of a terminal: each a table of block → lines.
+"""Blocks as Markdown, reStructuredText, CSV, and the text of a terminal: each a table of block →
+lines.
 
-The terminal gets Markdown too: it is what people paste into pull requests, and its padded tables read well as they are.
+The terminal gets Markdown too: it is what people paste into pull requests, and its padded tables
+read well as they are.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ def pad(text: str, size: int) -> str:
 
 
 def widths(table: Table) -> list[int]:
-    return [max(width(line[index]) for line in (table.headers, *table.rows)) for index in range(len(table.headers))]
+    return [
+        max(width(line[index]) for line in (table.headers, *table.rows))
+        for index in range(len(table.headers))
+    ]
 
 
 def pipe_table(table: Table) -> str:
     sizes = widths(table)
-    lines = [[pad(cell.replace("|", "\\|"), size) for cell, size in zip(line, sizes, strict=True)]
-             for line in (table.headers, *table.rows)]
+    lines = [
+        [pad(cell.replace("|", "\\|"), size) for cell, size in zip(line, sizes, strict=True)]
+        for line in (table.headers, *table.rows)
+    ]
     lines.insert(1, ["-" * size for size in sizes])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -44,16 +51,25 @@ def grid_table(table: Table) -> str:
     out = [rule(sizes, "-"), grid_line(table.headers, sizes), rule(sizes, "=")]
     for index, cells in enumerate(table.rows):
         above = table.rows[index - 1] if index else ()
-        shown = ["" if repeats(cells, above, column, table.merge) else cell for column, cell in enumerate(cells)]
+        shown = [
+            "" if repeats(cells, above, column, table.merge) else cell
+            for column, cell in enumerate(cells)
+        ]
         out.append(grid_line(shown, sizes))
         below = table.rows[index + 1] if index + 1 < len(table.rows) else ()
-        out.append("+" + "+".join((" " if repeats(cells, below, column, table.merge) else "-") * (size + 2)
-                                  for column, size in enumerate(sizes)) + "+")
+        out.append(
+            "+"
+            + "+".join(
+                (" " if repeats(cells, below, column, table.merge) else "-") * (size + 2)
+                for column, size in enumerate(sizes)
+            )
+            + "+"
+        )
     return "\n".join(out)
 
 
 def repeats(cells: Sequence[str], other: Sequence[str], column: int, merge: int) -> bool:
-    return column < merge and tuple(cells[:column + 1]) == tuple(other[:column + 1])
+    return column < merge and tuple(cells[: column + 1]) == tuple(other[: column + 1])
 
 
 def rule(sizes: Sequence[int], mark: str) -> str:
@@ -61,7 +77,11 @@ def rule(sizes: Sequence[int], mark: str) -> str:
 
 
 def grid_line(cells: Sequence[str], sizes: Sequence[int]) -> str:
-    return "|" + "|".join(f" {pad(cell, size)} " for cell, size in zip(cells, sizes, strict=True)) + "|"
+    return (
+        "|"
+        + "|".join(f" {pad(cell, size)} " for cell, size in zip(cells, sizes, strict=True))
+        + "|"
+    )
 
 
 def markdown(blocks: Sequence[Block], pictures: Pictures | None = None) -> str:
@@ -75,11 +95,16 @@ def markdown_block(block: Block, pictures: Pictures | None) -> str:
         return block.text
     if isinstance(block, Items):
         if block.ranked:
-            return "\n".join(f"{text}  " if not text.endswith("  ") else text for _, text in block.items)
+            return "\n".join(
+                f"{text}  " if not text.endswith("  ") else text for _, text in block.items
+            )
         title = f"#### {block.title}\n\n" if block.title else ""
         return title + "\n".join(f"{'  ' * depth}- {text}" for depth, text in block.items)
     if isinstance(block, Highlights):
-        return "\n".join(f"- {what}: **{figure}**{f', {against}' if against else ''}" for what, figure, against in block.items)
+        return "\n".join(
+            f"- {what}: **{figure}**{f', {against}' if against else ''}"
+            for what, figure, against in block.items
+        )
     if isinstance(block, Table):
         title = f"**{block.title}**\n\n" if block.title else ""
         return title + pipe_table(block) + "".join(f"\n\nNote: {note}." for note in block.notes)
@@ -88,11 +113,20 @@ def markdown_block(block: Block, pictures: Pictures | None) -> str:
 
 
 def terminal(blocks: Sequence[Block]) -> str:
-    """Tables and rankings only: no runs, no figures, and no heading that would stand over nothing."""
-    kept = [block for block in blocks if not isinstance(block, Figure) and not (isinstance(block, Items) and block.detail)]
+    """Tables and rankings only: no runs, no figures, and no heading that stands over nothing."""
+    kept = [
+        block
+        for block in blocks
+        if not isinstance(block, Figure) and not (isinstance(block, Items) and block.detail)
+    ]
     levels = [block.level if isinstance(block, Heading) else 9 for block in kept] + [0]
-    return markdown([block for index, block in enumerate(kept)
-                     if not (isinstance(block, Heading) and levels[index + 1] <= block.level)])
+    return markdown(
+        [
+            block
+            for index, block in enumerate(kept)
+            if not (isinstance(block, Heading) and levels[index + 1] <= block.level)
+        ]
+    )
 
 
 def rst(blocks: Sequence[Block], pictures: Pictures | None = None) -> str:
@@ -114,20 +148,34 @@ def rst_block(block: Block, pictures: Pictures | None) -> str:
             lines.append(f"{'  ' * depth}- {code(text)}")
         return "\n".join(lines)
     if isinstance(block, Highlights):
-        return "\n".join(f"- {what}: **{figure}**{f', {against}' if against else ''}" for what, figure, against in block.items)
+        return "\n".join(
+            f"- {what}: **{figure}**{f', {against}' if against else ''}"
+            for what, figure, against in block.items
+        )
     if isinstance(block, Table):
-        plain = Table(block.title, tuple(map(code, block.headers)), tuple(tuple(map(code, line)) for line in block.rows),
-                      merge=block.merge)
+        plain = Table(
+            block.title,
+            tuple(map(code, block.headers)),
+            tuple(tuple(map(code, line)) for line in block.rows),
+            merge=block.merge,
+        )
         title = f"**{block.title}**\n\n" if block.title else ""
         return title + grid_table(plain) + "".join(f"\n\nNote: {note}." for note in block.notes)
     path = pictures(block) if pictures else None
-    return f".. figure:: {path.as_posix()}\n   :alt: {block.title}\n\n   {block.caption or block.title}" if path else ""
+    return (
+        f".. figure:: {path.as_posix()}\n   :alt: {block.title}\n\n   "
+        f"{block.caption or block.title}"
+        if path
+        else ""
+    )
 
 
 def code(text: str) -> str:
     """Literals with two ticks; a word's last underscore escaped, which would be a link."""
     parts = re.split(r"(`[^`]+`)", text)
-    return "".join(f"`{part}`" if part.startswith("`") else re.sub(r"_(?!\w)", r"\\_", part) for part in parts)
+    return "".join(
+        f"`{part}`" if part.startswith("`") else re.sub(r"_(?!\w)", r"\\_", part) for part in parts
+    )
 
 
 def comma_separated(blocks: Sequence[Block]) -> str:

@@ -1,8 +1,9 @@
 """Result rows: read, checked, joined with their environment, grouped by what identifies them.
 
-A row that a table could misread is an error that names its file and line, not a warning: a wrong number in a report is
-worse than no report. Which fields a bench has, of which type, and which of them say *what* was measured, are two tables
-here; docs/results.md is their prose. A checkpoint of None is unknown and is never joined with anything.
+A row that a table could misread is an error that names its file and line, not a warning: a wrong
+number in a report is worse than no report. Which fields a bench has, of which type, and which of
+them say *what* was measured, are two tables here; docs/results.md is their prose. A checkpoint of
+None is unknown and is never joined with anything.
 """
 
 from __future__ import annotations
@@ -43,11 +44,34 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "sampling": ("model", "batch", "sampling", "step_us", "of_greedy"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
-    "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "context", "group_size", "zero_points",
-               "dtype", "vector_length", "main_centroids", "residual_centroids"),
+    "kernel": (
+        "format",
+        "kernel",
+        "rows",
+        "in_features",
+        "out_features",
+        "chain",
+        "context",
+        "group_size",
+        "zero_points",
+        "dtype",
+        "vector_length",
+        "main_centroids",
+        "residual_centroids",
+    ),
     "latency": (*MODEL, "kv_dtype", "backend", "workload", "batch", "input", "output", "sampling"),
     "speed": (*MODEL, "kv_dtype", "backend", "input", "output", "gpus", "setting", "sampling"),
-    "serve": (*MODEL, "kv_dtype", "backend", "rate", "concurrency", "arrivals", "dataset", "requests", "sampling"),
+    "serve": (
+        *MODEL,
+        "kv_dtype",
+        "backend",
+        "rate",
+        "concurrency",
+        "arrivals",
+        "dataset",
+        "requests",
+        "sampling",
+    ),
     "throughput": (*MODEL, "kv_dtype", "backend", "prompts", "input", "output", "sampling"),
     "profile": (*MODEL, "backend", "phase", "operator", "kind"),
     "quality": (*MODEL, "kv_dtype", "tool", "text", "window", "stride", "tokens", "exact"),
@@ -59,31 +83,124 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
     "adapters": ("model", "scheme", "rows", "rank", "variant"),
     "sampling": ("model", "batch", "sampling"),
 }
-PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}
-TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backend", "workload", "format", "kernel", "operator",
-        "kind", "phase", "weights", "kv_dtype", "tool", "text", "device", "dtype", "arrivals", "dataset", "setting",
-        "agreement_with", "check_with"}
-NUMBERS = {"us", "us_p10", "us_p90", "us_hot", "host_us", "torch_us", "ratio", "gb_s", "share_of_bandwidth", "relative_error",
-           "latency_s", "ttft_ms_last", "tpot_ms", "decode_tok_s", "overall_tok_s", "input_tok_s", "share_of_limit",
-           "output_tok_s", "total_tok_s", "qps", "request_s", "goodput_s", "weights_gb", "kv_gb", "allocated_gb", "reserved_gb",
-           "device_gb", "read_gb", "file_bits_per_weight", "energy_j", "agreement", "kl_error", "log_ratio", "log_ratio_error",
-           "agreement_clear", "agreement_free", "limit_tok_s", "check_loss", "check_loss_worst", "check_bound", "error_bound",
-           "acceptance_length", "acceptance_rate", "speculated_steps", "tokens_per_step", "draft_ms",
-           "self_us", "total_us", "share", "perplexity", "perplexity_original", "perplexity_error", "kl",
-           "top1_agreement", "seconds", "size_gb", "bits_per_weight", "batch", "input", "output", "rows", "in_features",
-           "out_features", "main_centroids", "residual_centroids", "gpus", "prompts", "calls", "duration_s"}
+# a number or {p50, …, mean}
+PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}
+TEXT = {
+    "bench",
+    "run_id",
+    "time",
+    "status",
+    "reason",
+    "model",
+    "scheme",
+    "backend",
+    "workload",
+    "format",
+    "kernel",
+    "operator",
+    "kind",
+    "phase",
+    "weights",
+    "kv_dtype",
+    "tool",
+    "text",
+    "device",
+    "dtype",
+    "arrivals",
+    "dataset",
+    "setting",
+    "agreement_with",
+    "check_with",
+}
+NUMBERS = {
+    "us",
+    "us_p10",
+    "us_p90",
+    "us_hot",
+    "host_us",
+    "torch_us",
+    "ratio",
+    "gb_s",
+    "share_of_bandwidth",
+    "relative_error",
+    "latency_s",
+    "ttft_ms_last",
+    "tpot_ms",
+    "decode_tok_s",
+    "overall_tok_s",
+    "input_tok_s",
+    "share_of_limit",
+    "output_tok_s",
+    "total_tok_s",
+    "qps",
+    "request_s",
+    "goodput_s",
+    "weights_gb",
+    "kv_gb",
+    "allocated_gb",
+    "reserved_gb",
+    "device_gb",
+    "read_gb",
+    "file_bits_per_weight",
+    "energy_j",
+    "agreement",
+    "kl_error",
+    "log_ratio",
+    "log_ratio_error",
+    "agreement_clear",
+    "agreement_free",
+    "limit_tok_s",
+    "check_loss",
+    "check_loss_worst",
+    "check_bound",
+    "error_bound",
+    "acceptance_length",
+    "acceptance_rate",
+    "speculated_steps",
+    "tokens_per_step",
+    "draft_ms",
+    "self_us",
+    "total_us",
+    "share",
+    "perplexity",
+    "perplexity_original",
+    "perplexity_error",
+    "kl",
+    "top1_agreement",
+    "seconds",
+    "size_gb",
+    "bits_per_weight",
+    "batch",
+    "input",
+    "output",
+    "rows",
+    "in_features",
+    "out_features",
+    "main_centroids",
+    "residual_centroids",
+    "gpus",
+    "prompts",
+    "calls",
+    "duration_s",
+}
 
 
 @dataclass(frozen=True)
 class Results:
-    """All rows of a report, in the order of the files; environments by id; what a reader should know, a line each."""
+    """All rows of a report, in the order of the files; environments by id; what a reader should
+    know, a line each.
+    """
 
     rows: tuple[Row, ...]
     environments: dict[str, Row]
     notes: tuple[str, ...] = ()
 
     def of(self, bench: str, *, every_status: bool = False) -> list[Row]:
-        return [row for row in self.rows if row["bench"] == bench and (every_status or row["status"] == "ok")]
+        return [
+            row
+            for row in self.rows
+            if row["bench"] == bench and (every_status or row["status"] == "ok")
+        ]
 
     def device(self, row: Row) -> str | None:
         return self.environments.get(row.get("environment") or "", {}).get("device")
@@ -122,7 +239,11 @@ class Group:
 def read_samples(path: str) -> tuple[Row, ...]:
     """The raw rows of a serve run, one a request, with the fields' own names."""
     try:
-        return tuple(json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip())
+        return tuple(
+            json.loads(line)
+            for line in Path(path).read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        )
     except FileNotFoundError:
         return ()  # they are large and often left behind; the row then counts as one sample
     except (OSError, ValueError) as error:
@@ -130,7 +251,11 @@ def read_samples(path: str) -> tuple[Row, ...]:
 
 
 def raw_samples(path: str | None, name: str) -> list[float]:
-    return [row[name] for row in read_samples(path) if number(row.get(name)) is not None] if path else []
+    return (
+        [row[name] for row in read_samples(path) if number(row.get(name)) is not None]
+        if path
+        else []
+    )
 
 
 def number(value: Any) -> float | None:
@@ -158,7 +283,9 @@ def group(results: Results, rows: Iterable[Row]) -> list[Group]:
 
 
 def join(parts: Iterable[Results]) -> Results:
-    """Several files as one; the same row twice counts once, two rows that claim one run_id are an error."""
+    """Several files as one; the same row twice counts once, two rows that claim one run_id are an
+    error.
+    """
     rows: dict[str, Row] = {}
     environments: dict[str, Row] = {}
     notes: list[str] = []
@@ -168,18 +295,32 @@ def join(parts: Iterable[Results]) -> Results:
         notes += part.notes
         for row in part.rows:
             if row["run_id"] in rows and rows[row["run_id"]] != row:
-                raise ResultError(f"two different rows have the run_id {row['run_id']!r}; one of the files was edited")
+                raise ResultError(
+                    f"two different rows have the run_id {row['run_id']!r}; one of the files was "
+                    "edited"
+                )
             twice += row["run_id"] in rows
             rows[row["run_id"]] = row
     if twice:
         notes.append(f"{twice} rows are in more than one of the files; each is counted once")
-    return Results(tuple(rows.values()), environments, notes=tuple(dict.fromkeys([*notes, *apart(rows.values())])))
+    return Results(
+        tuple(rows.values()),
+        environments,
+        notes=tuple(dict.fromkeys([*notes, *apart(rows.values())])),
+    )
 
 
 def name_of(row: Row) -> tuple[Any, ...]:
-    """What a checkpoint goes by: model and scheme, and who made it of which draw, where that is told."""
+    """What a checkpoint goes by: model and scheme, and who made it of which draw, where that is
+    told.
+    """
     maker = (row.get("tool"), row.get("seed")) if row.get("job") else ()
-    return (row.get("model"), row.get("scheme"), *maker, *((row.get("backend"),) if row.get("weights") == "random" else ()))
+    return (
+        row.get("model"),
+        row.get("scheme"),
+        *maker,
+        *((row.get("backend"),) if row.get("weights") == "random" else ()),
+    )
 
 
 def apart(rows: Iterable[Row]) -> list[str]:
@@ -188,12 +329,17 @@ def apart(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         if row.get("checkpoint"):
             found.setdefault(name_of(row), set()).add(str(row["checkpoint"]))
-    return [f"{name[0]} {name[1]} is here with {len(hashes)} checkpoints ({', '.join(sorted(hashes))}); their rows stay apart"
-            for name, hashes in found.items() if len(hashes) > 1]
+    return [
+        f"{name[0]} {name[1]} is here with {len(hashes)} checkpoints "
+        f"({', '.join(sorted(hashes))}); their rows stay apart"
+        for name, hashes in found.items()
+        if len(hashes) > 1
+    ]
 
 
 def read_jsonl(path: Path) -> Results:
-    lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls the end of a line
+    # and at nothing else that Unicode calls the end of a line
+    lines = path.read_text(encoding="utf-8").split("\n")
     rows: list[Row] = []
     places: list[str] = []
     for index, line in enumerate(lines, start=1):
@@ -215,8 +361,12 @@ def read_jsonl(path: Path) -> Results:
     environments = {row["id"]: row for row in rows if row["bench"] == "environment"}
     for row, place in zip(rows, places, strict=True):
         if row["environment"] is not None and row["environment"] not in environments:
-            raise ResultError(f"{place}: environment {row['environment']!r} is not in this file; add its row")
-    return join([Results(tuple(row for row in rows if row["bench"] != "environment"), environments)])
+            raise ResultError(
+                f"{place}: environment {row['environment']!r} is not in this file; add its row"
+            )
+    return join(
+        [Results(tuple(row for row in rows if row["bench"] != "environment"), environments)]
+    )
 
 
 def check(row: Any, place: str) -> None:
@@ -226,16 +376,24 @@ def check(row: Any, place: str) -> None:
     if missing := [name for name in EVERY_ROW if name not in row]:
         raise ResultError(f"{place}: the row has no {', '.join(missing)}; see docs/results.md")
     if row["schema"] != SCHEMA:
-        raise ResultError(f"{place}: schema {row['schema']!r} is not the one this version reads ({SCHEMA})")
+        raise ResultError(
+            f"{place}: schema {row['schema']!r} is not the one this version reads ({SCHEMA})"
+        )
     if row["bench"] not in REQUIRED:
         raise ResultError(f"{place}: {unknown('bench', str(row['bench']), REQUIRED)}")
     if row["status"] not in STATUSES:
         raise ResultError(f"{place}: {unknown('status', str(row['status']), STATUSES)}")
-    if row["status"] == "ok" and (missing := [name for name in REQUIRED[row["bench"]] if name not in row]):
+    if row["status"] == "ok" and (
+        missing := [name for name in REQUIRED[row["bench"]] if name not in row]
+    ):
         raise ResultError(f"{place}: a {row['bench']} row needs {', '.join(missing)}")
     blocks = PERCENTILES.get(row["bench"], ())
     for name, value in row.items():
-        if value is None or (name in blocks and isinstance(value, dict)) or row["bench"] == "environment":
+        if (
+            value is None
+            or (name in blocks and isinstance(value, dict))
+            or row["bench"] == "environment"
+        ):
             continue
         if name in NUMBERS and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ResultError(f"{place}: {name} must be a number, not {value!r}")

@@ -27,4 +27,12 @@ def plain(value: object) -> str:
     if isinstance(value, int) or (value == int(value) and abs(value) < 1e6):
         return str(int(value))
     size = abs(value)
-    return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
+    return (
+        f"{value:.0f}"
+        if size >= 1000
+        else f"{value:.1f}"
+        if size >= 100
+        else f"{value:.2f}"
+        if size >= 1
+        else f"{value:.3g}"
+    )

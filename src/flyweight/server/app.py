@@ -28,7 +28,12 @@ from flyweight.server.json_body import broken_json
 from flyweight.server.ollama.routes import add_ollama
 from flyweight.server.page import documentation, page
 from flyweight.server.page.fields import describe
-from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from flyweight.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, error_body
 from flyweight.server.responses.routes import add_responses
 from flyweight.server.service import Service, json_response
@@ -46,19 +51,30 @@ class ErrorBody(BaseModel):
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": text} for status, text in (
-        (400, "Something in the request cannot be done; the message names it."), (401, "No valid API key."),
-        (404, "No such model."), (408, "The request did not arrive in time."),
+    status: {"model": ErrorBody, "description": text}
+    for status, text in (
+        (400, "Something in the request cannot be done; the message names it."),
+        (401, "No valid API key."),
+        (404, "No such model."),
+        (408, "The request did not arrive in time."),
         (413, "The body is larger than this server takes."),
-        (429, "The queue is full; Retry-After says when to try again."), (500, "The engine failed on this request."),
-        (503, "The engine is loading or starting again."), (504, "The answer took longer than this server allows."))}
+        (429, "The queue is full; Retry-After says when to try again."),
+        (500, "The engine failed on this request."),
+        (503, "The engine is loading or starting again."),
+        (504, "The answer took longer than this server allows."),
+    )
+}
 STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer; with `stream`, chunks of one token each as server-sent events.",
-          "content": {"application/json": {}, "text/event-stream": {}}}}
+    200: {
+        "description": "The answer; with `stream`, chunks of one token each as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
 
 
 def create_app(service: Service | Fleet, *, start: bool = True) -> ASGIApp:
     """`start`: the engine begins to load when the server begins to listen."""
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if start:
@@ -66,8 +82,16 @@ def create_app(service: Service | Fleet, *, start: bool = True) -> ASGIApp:
         yield
         service.stop()
 
-    app = FastAPI(title="Flyweight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
-                  description="An OpenAI-compatible server. Every error is an object with message, type, param and code.")
+    app = FastAPI(
+        title="Flyweight",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        description="An OpenAI-compatible server. Every error is an object with message, type, "
+        "param and code.",
+    )
     add_generation(app, service)
     for add_api in (add_responses, add_anthropic, add_ollama, add_embeddings):
         add_api(app, service, {**REFUSALS, **STREAM})
@@ -79,12 +103,22 @@ def create_app(service: Service | Fleet, *, start: bool = True) -> ASGIApp:
 
 
 def add_generation(app: FastAPI, service: Service | Fleet) -> None:
-    @app.post("/v1/completions", responses={**REFUSALS, **STREAM}, response_class=Response, tags=["generate"])
+    @app.post(
+        "/v1/completions",
+        responses={**REFUSALS, **STREAM},
+        response_class=Response,
+        tags=["generate"],
+    )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, token ids, or several of either."""
         return await service.complete(request, body)
 
-    @app.post("/v1/chat/completions", responses={**REFUSALS, **STREAM}, response_class=Response, tags=["generate"])
+    @app.post(
+        "/v1/chat/completions",
+        responses={**REFUSALS, **STREAM},
+        response_class=Response,
+        tags=["generate"],
+    )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation."""
         return await service.chat(request, body)
@@ -98,12 +132,26 @@ def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
         if body.prompt is not None:
-            tokens = (await one.prompts.encode([body.prompt], special=body.add_special_tokens is not False))[0]
+            tokens = (
+                await one.prompts.encode(
+                    [body.prompt], special=body.add_special_tokens is not False
+                )
+            )[0]
         else:
             tokens = (await one.prompts.chat(body)).tokens  # type: ignore[arg-type]
-        names = await asyncio.to_thread(lambda: list(map(one.token_names.text, tokens))) if body.return_token_strs else None
-        return json_response({"count": len(tokens), "max_model_len": one.engine.facts.get("max_model_len"), "tokens": tokens,
-                              "token_strs": names})
+        names = (
+            await asyncio.to_thread(lambda: list(map(one.token_names.text, tokens)))
+            if body.return_token_strs
+            else None
+        )
+        return json_response(
+            {
+                "count": len(tokens),
+                "max_model_len": one.engine.facts.get("max_model_len"),
+                "tokens": tokens,
+                "token_strs": names,
+            }
+        )
 
     @app.post("/detokenize", responses=REFUSALS, response_class=Response, tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -114,12 +162,21 @@ def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
             raise BadRequest(f"token id {bad} is outside the vocabulary of {size}", param="tokens")
         return json_response({"prompt": await asyncio.to_thread(one.text_of, body.tokens)})
 
-    @app.post("/reset_prefix_cache", responses={**REFUSALS, 403: {"model": ErrorBody, "description": "Not switched on."}},
-              response_class=Response, tags=["state"])
+    @app.post(
+        "/reset_prefix_cache",
+        responses={**REFUSALS, 403: {"model": ErrorBody, "description": "Not switched on."}},
+        response_class=Response,
+        tags=["state"],
+    )
     async def reset_prefix_cache() -> Response:
-        """Forget all cached prefixes. Needs an API key, or a server that was started with --allow-reset."""
+        """Forget all cached prefixes. Needs an API key, or a server that was started with
+        --allow-reset.
+        """
         if not service.settings.api_keys and not service.settings.allow_reset:
-            raise Forbidden("resetting the prefix cache is not switched on; start the server with --allow-reset or an API key")
+            raise Forbidden(
+                "resetting the prefix cache is not switched on; start the server with "
+                "--allow-reset or an API key"
+            )
         service.engine.reset_prefix_cache()
         return json_response({"status": "ok"})
 
@@ -129,12 +186,21 @@ def add_state(app: FastAPI, service: Service | Fleet) -> None:
 
     def describe(name: str) -> dict[str, Any]:
         one = service.of(name)
-        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": root_of(one.settings.model),
-                "parent": one.settings.served[0] if name in one.settings.adapters else None, "max_model_len": one.engine.facts.get("max_model_len")}
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "flyweight",
+            "root": root_of(one.settings.model),
+            "parent": one.settings.served[0] if name in one.settings.adapters else None,
+            "max_model_len": one.engine.facts.get("max_model_len"),
+        }
 
     @app.get("/v1/models", response_class=Response, responses={401: REFUSALS[401]}, tags=["state"])
     async def models() -> Response:
-        """The names this server answers to; `root` is the model behind them, `parent` that of an adapter."""
+        """The names this server answers to; `root` is the model behind them, `parent` that of an
+        adapter.
+        """
         return json_response({"object": "list", "data": [describe(name) for name in service.names]})
 
     missing: dict[int | str, dict[str, Any]] = {401: REFUSALS[401], 404: REFUSALS[404]}
@@ -147,14 +213,28 @@ def add_state(app: FastAPI, service: Service | Fleet) -> None:
     @app.get("/health", response_class=Response, tags=["state"])
     async def health() -> Response:
         """200 as long as this process can mend itself; a liveness probe."""
-        return json_response({"status": "ok", "engine": engine.state}, status=200 if engine.state != "stopped" else 503)
+        return json_response(
+            {"status": "ok", "engine": engine.state},
+            status=200 if engine.state != "stopped" else 503,
+        )
 
-    @app.get("/ready", response_class=Response, responses={503: {"description": "Not yet, or not any more."}}, tags=["state"])
+    @app.get(
+        "/ready",
+        response_class=Response,
+        responses={503: {"description": "Not yet, or not any more."}},
+        tags=["state"],
+    )
     async def ready() -> Response:
         """200 from the end of the warm-up on, while requests are taken; a readiness probe."""
         load = engine.load
-        body = {"status": engine.state, "running": load.running, "in_flight": engine.in_flight, "kv_blocks": load.blocks,
-                "kv_blocks_used": load.blocks - load.free_blocks, "restarts": engine.restarts}
+        body = {
+            "status": engine.state,
+            "running": load.running,
+            "in_flight": engine.in_flight,
+            "kv_blocks": load.blocks,
+            "kv_blocks_used": load.blocks - load.free_blocks,
+            "restarts": engine.restarts,
+        }
         return json_response(body, status=200 if engine.available else 503)
 
     @app.get("/metrics", response_class=Response, tags=["state"])
@@ -174,12 +254,21 @@ def add_pages(app: FastAPI) -> None:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def chat_page() -> Response:
-        return HTMLResponse(shown, headers={"content-security-policy": policy, "x-content-type-options": "nosniff",
-                                            "referrer-policy": "no-referrer"})
+        return HTMLResponse(
+            shown,
+            headers={
+                "content-security-policy": policy,
+                "x-content-type-options": "nosniff",
+                "referrer-policy": "no-referrer",
+            },
+        )
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(described(), headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"})
+        return HTMLResponse(
+            described(),
+            headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"},
+        )
 
     @app.get("/openapi.json", include_in_schema=False)
     async def document() -> Response:
@@ -189,7 +278,9 @@ def add_pages(app: FastAPI) -> None:
 def openapi(app: FastAPI) -> dict[str, Any]:
     """The document, with 400 where the framework would answer 422."""
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
@@ -205,13 +296,19 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
         request.state.facts.setdefault("error", str(error))
-        return json_response(error_content(request.url.path, error), status=error.status, headers=error.headers)
+        return json_response(
+            error_content(request.url.path, error), status=error.status, headers=error.headers
+        )
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"][1:]]
-        message = f"{'.'.join(where)}: {first['msg']}" if where else f"the body is not a request: {first['msg']}"
+        message = (
+            f"{'.'.join(where)}: {first['msg']}"
+            if where
+            else f"the body is not a request: {first['msg']}"
+        )
         if (broken := broken_json(error)) is not None:
             where, message = [], broken
         request.state.facts.setdefault("error", f"{'.'.join(where)}: {first['type']}")
@@ -225,5 +322,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused_by_framework(_: Request, error: HTTPException) -> Response:
-        body = error_body(str(error.detail), kind="invalid_request_error", code=str(error.status_code))
+        body = error_body(
+            str(error.detail), kind="invalid_request_error", code=str(error.status_code)
+        )
         return json_response(body, status=error.status_code, headers=dict(error.headers or {}))

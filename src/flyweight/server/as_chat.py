@@ -1,4 +1,6 @@
-"""Requests of other APIs are made into chat requests here; what does not fit is the client's mistake, and is told so."""
+"""Requests of other APIs are made into chat requests here; what does not fit is the client's
+mistake, and is told so.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +19,6 @@ def as_chat(fields: dict[str, Any]) -> ChatRequest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{where}: {first['msg']}", param=str(first["loc"][0]) if first["loc"] else None) from error
+        raise BadRequest(
+            f"{where}: {first['msg']}", param=str(first["loc"][0]) if first["loc"] else None
+        ) from error

@@ -1,9 +1,9 @@
 """How many connections there may be and how slow they may be, below everything that speaks HTTP.
 
-A connection costs a descriptor for as long as it is open, whether it asks for anything or not. So a request's head has a
-size and a time, a reader that has stopped reading has a time, one client cannot have all connections, and some
-descriptors are kept for the engine, for files and for whoever comes next. uvicorn itself closes a connection that is idle
-after an answer, and nothing else.
+A connection costs a descriptor for as long as it is open, whether it asks for anything or not. So a
+request's head has a size and a time, a reader that has stopped reading has a time, one client
+cannot have all connections, and some descriptors are kept for the engine, for files and for whoever
+comes next. uvicorn itself closes a connection that is idle after an answer, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 else:
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Base
-    except ImportError:  # then uvicorn's own protocol serves, which limits the size of a head and nothing else
+    # then uvicorn's own protocol serves, which limits the size of a head and nothing else
+    except ImportError:
         Base = None
 
 RESERVED = 64  # descriptors for other things than connections
 WANTED = 65_536  # descriptors, where the system lets us have them
-PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+PHRASES = {
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 @dataclass
@@ -35,7 +40,8 @@ class ConnectionLimits:
     total: int = 4096
     per_client: int = 2048
     header_bytes: int = 64 << 10  # beyond which a head that has not ended is refused
-    header_seconds: float = 20.0  # from the first byte, or from the connection, to the end of the head
+    # from the first byte, or from the connection, to the end of the head
+    header_seconds: float = 20.0
     stalled_seconds: float = 60.0  # that a reader may leave its full buffer unread
     clients: Counter[str] = field(default_factory=Counter)
 
@@ -47,7 +53,9 @@ class ConnectionLimits:
 
 
 def raise_descriptors() -> int:
-    """The limit of open files, raised as far as may be: 1,024 is the usual, and little for a server."""
+    """The limit of open files, raised as far as may be: 1,024 is the usual, and little for a
+    server.
+    """
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -77,8 +85,15 @@ class BoundedProtocol(Base if Base is not None else object):  # type: ignore[mis
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         name = str(self.client[0]) if self.client else ""
-        if len(self.connections) > self.limits.total or self.limits.clients[name] >= self.limits.per_client:
-            self.refuse(TooManyConnections("too many connections; close some, or try again later", retry_after=5))
+        if (
+            len(self.connections) > self.limits.total
+            or self.limits.clients[name] >= self.limits.per_client
+        ):
+            self.refuse(
+                TooManyConnections(
+                    "too many connections; close some, or try again later", retry_after=5
+                )
+            )
             return
         self.name = name
         self.limits.clients[name] += 1
@@ -103,7 +118,11 @@ class BoundedProtocol(Base if Base is not None else object):  # type: ignore[mis
         super().data_received(data)
         waits = self.head_timer is not None and not self.in_body
         if waits and self.head_bytes > self.limits.header_bytes and not self.transport.is_closing():
-            self.refuse(HeaderTooLarge(f"the request's headers have more than {self.limits.header_bytes} bytes"))
+            self.refuse(
+                HeaderTooLarge(
+                    f"the request's headers have more than {self.limits.header_bytes} bytes"
+                )
+            )
 
     def on_headers_complete(self) -> None:
         self._head_is_over()
@@ -129,8 +148,16 @@ class BoundedProtocol(Base if Base is not None else object):  # type: ignore[mis
         """An answer below ASGI, and the end of the connection."""
         self._head_is_over()
         body = json.dumps(refusal.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **refusal.headers}
-        lines = [f"HTTP/1.1 {refusal.status} {PHRASES[refusal.status]}", *(f"{key}: {value}" for key, value in headers.items())]
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **refusal.headers,
+        }
+        lines = [
+            f"HTTP/1.1 {refusal.status} {PHRASES[refusal.status]}",
+            *(f"{key}: {value}" for key, value in headers.items()),
+        ]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
 
@@ -142,7 +169,12 @@ class BoundedProtocol(Base if Base is not None else object):  # type: ignore[mis
         if self.in_body:  # the rest of one that was refused for its size: it has its answer
             self.transport.abort()
         else:
-            self.refuse(TooSlow(f"the request's headers did not arrive within {self.limits.header_seconds:g} seconds"))
+            self.refuse(
+                TooSlow(
+                    f"the request's headers did not arrive within {self.limits.header_seconds:g} "
+                    "seconds"
+                )
+            )
 
     def _head_is_over(self) -> None:
         if self.head_timer is not None:

@@ -1,7 +1,8 @@
 """How many of a thing a request may hold, checked before anything is done with them.
 
-A body of a megabyte can hold 400,000 prompts, stop strings or wrong values: each costs more to look at than to send.
-Lists end at their first wrong entry, because the report of a wrong entry takes a kilobyte.
+A body of a megabyte can hold 400,000 prompts, stop strings or wrong values: each costs more to look
+at than to send. Lists end at their first wrong entry, because the report of a wrong entry takes a
+kilobyte.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ FIRST_ERROR = EndAtFirstError()
 def ignored_fields(names: Iterable[str], kind: str = "field") -> list[str]:
     """Warnings about unknown fields: the first few by their names, the others by their number."""
     strangers = list(names)
-    warnings = [f"unknown {kind} {name[:LONGEST_NAME]!r} (ignored)" for name in strangers[:MOST_SHOWN]]
+    warnings = [
+        f"unknown {kind} {name[:LONGEST_NAME]!r} (ignored)" for name in strangers[:MOST_SHOWN]
+    ]
     if len(strangers) > MOST_SHOWN:
         warnings.append(f"{len(strangers) - MOST_SHOWN} more unknown {kind}s (ignored)")
     return warnings
@@ -44,7 +47,9 @@ def ignored_fields(names: Iterable[str], kind: str = "field") -> list[str]:
 
 def check_count(value: Any, count: int) -> Any:
     if isinstance(value, (list, dict)) and len(value) > count:
-        raise PydanticCustomError("too_many", f"{len(value)} are too many; at most {count} can be given")
+        raise PydanticCustomError(
+            "too_many", f"{len(value)} are too many; at most {count} can be given"
+        )
     return value
 
 
@@ -55,8 +60,13 @@ def at_most(count: int) -> BeforeValidator:
 def check_stop(value: Any) -> Any:
     check_count(value, MOST_STOPS)
     given = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    if long := next((item for item in given if isinstance(item, str) and len(item) > LONGEST_STOP), None):
-        raise PydanticCustomError("too_long", f"a stop string of {len(long)} characters is too long; {LONGEST_STOP} are taken")
+    if long := next(
+        (item for item in given if isinstance(item, str) and len(item) > LONGEST_STOP), None
+    ):
+        raise PydanticCustomError(
+            "too_long",
+            f"a stop string of {len(long)} characters is too long; {LONGEST_STOP} are taken",
+        )
     return value
 
 
@@ -64,6 +74,11 @@ def check_prompt(value: Any) -> Any:
     """Token ids are many; texts and lists of ids are as few as the answers a server can hold."""
     if isinstance(value, list) and value:
         check_count(value, MOST_TOKENS if isinstance(value[0], int) else MOST_PROMPTS)
-        if isinstance(value[0], list) and sum(len(item) for item in value if isinstance(item, list)) > MOST_TOKENS:
-            raise PydanticCustomError("too_many", f"the prompts have more than {MOST_TOKENS} tokens")
+        if (
+            isinstance(value[0], list)
+            and sum(len(item) for item in value if isinstance(item, list)) > MOST_TOKENS
+        ):
+            raise PydanticCustomError(
+                "too_many", f"the prompts have more than {MOST_TOKENS} tokens"
+            )
     return value

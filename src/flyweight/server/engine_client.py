@@ -1,13 +1,16 @@
-"""The server's side of the engine process: starts it, hands out tickets, and starts it again when it dies.
+"""The server's side of the engine process: starts it, hands out tickets, and starts it again when
+it dies.
 
-A dead engine fails the requests it had and no others: the listening socket, the tokenizer and the waiting clients are
-all in this process, so starting again here costs one loading of the model, where leaving it to a supervisor would also
-drop every connection. An engine that keeps dying, or cannot be started again, is another matter: after `MOST_DEATHS`
-within `DEATHS_WITHIN` seconds the server ends with a clear message, because then a person or a supervisor has to decide.
+A dead engine fails the requests it had and no others: the listening socket, the tokenizer and the
+waiting clients are all in this process, so starting again here costs one loading of the model,
+where leaving it to a supervisor would also drop every connection. An engine that keeps dying, or
+cannot be started again, is another matter: after `MOST_DEATHS` within `DEATHS_WITHIN` seconds the
+server ends with a clear message, because then a person or a supervisor has to decide.
 
-An engine that hangs counts as dead. It says something after every step, during a long one (`step_watch.py`, which reports and
-ends a process whose step makes no progress), and answers a `Ping` between steps when it has nothing to do: silence for
-`patience` seconds is a hang of the whole process, which is killed.
+An engine that hangs counts as dead. It says something after every step, during a long one
+(`step_watch.py`, which reports and ends a process whose step makes no progress), and answers a
+`Ping` between steps when it has nothing to do: silence for `patience` seconds is a hang of the
+whole process, which is killed.
 """
 
 from __future__ import annotations
@@ -27,17 +30,31 @@ from typing import Any
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import FlyweightError
 from flyweight.server.engine_process import run_engine
-from flyweight.server.messages import Cancel, CannotStart, Hung, Load, Ping, ResetPrefixCache, Started, Step, Submit
+from flyweight.server.messages import (
+    Cancel,
+    CannotStart,
+    Hung,
+    Load,
+    Ping,
+    ResetPrefixCache,
+    Started,
+    Step,
+    Submit,
+)
 from flyweight.server.pipe import EnginePipe
 from flyweight.server.refusals import BadRequest, ContextTooLong, EngineAway, QueueFull, TookTooLong
 from flyweight.server.step_watch import patience_for
 from flyweight.server.ticket import Ticket
 
 MOST_DEATHS, DEATHS_WITHIN = 3, 600.0
-BACK_OFF = (0.0, 1.0, 5.0)  # seconds before the engine is started again, by how often it has died lately
+# seconds before the engine is started again, by how often it has died lately
+BACK_OFF = (0.0, 1.0, 5.0)
 LONGEST_RETRY = 60  # seconds
-BEATS = 4  # looks at the engine within its patience; one alone may be late because this process was held up itself
+# looks at the engine within its patience; one alone may be late because this process was held up
+# itself
+BEATS = 4
 ENDING = 5.0  # seconds for a process to end by itself
+GATHERING = 0.004  # seconds: no more than a step
 REAPING = 2.0  # seconds that a killed process has to be gone
 
 
@@ -46,10 +63,21 @@ class EngineError(FlyweightError):
 
 
 class EngineClient:
-    """All of it runs on the event loop; `on_change(event, facts)` hears of starts and deaths, `on_fatal` of the end."""
+    """All of it runs on the event loop; `on_change(event, facts)` hears of starts and deaths,
+    `on_fatal` of the end.
+    """
 
-    def __init__(self, model: str, options: dict[str, Any], *, max_queue: int, timeout: float, patience: float = 30.0,
-                 on_change: Callable[[str, dict[str, Any]], None], on_fatal: Callable[[EngineError], None]):
+    def __init__(
+        self,
+        model: str,
+        options: dict[str, Any],
+        *,
+        max_queue: int,
+        timeout: float,
+        patience: float = 30.0,
+        on_change: Callable[[str, dict[str, Any]], None],
+        on_fatal: Callable[[EngineError], None],
+    ):
         self.model, self.options = model, options
         self.max_queue, self.timeout, self.patience = max_queue, timeout, patience
         self.on_change, self.on_fatal = on_change, on_fatal
@@ -60,8 +88,11 @@ class EngineClient:
         self.restarts = 0
         self.in_flight = 0  # samples that are not over
         self.seconds = 1.0  # a moving average of how long a sample takes
-        self.tickets: dict[int, tuple[Ticket, int]] = {}  # by key: the ticket, and which of its prompts
+        # by key: the ticket, and which of its prompts
+        self.tickets: dict[int, tuple[Ticket, int]] = {}
         self.keys = itertools.count()
+        self.gathered: list[Submit] = []  # to be sent together
+        self.gathered_since = 0.0
         self.deaths: deque[float] = deque()
         self.process: BaseProcess | None = None
         self.connection: EnginePipe | None = None
@@ -74,7 +105,7 @@ class EngineClient:
         """Whether a request would be taken: what /ready says."""
         return self.state == "ready" and self.connection is not None
 
-    # -- the process --------------------------------------------------------------------------------------------
+    # -- the process -------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.complaint = None
@@ -87,8 +118,12 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         with theirs:  # closed here, so that the socket closes with the process
-            self.process = context.Process(target=run_engine, args=(theirs, self.model, self.options, self.patience),
-                                           name="flyweight-engine", daemon=True)
+            self.process = context.Process(
+                target=run_engine,
+                args=(theirs, self.model, self.options, self.patience),
+                name="flyweight-engine",
+                daemon=True,
+            )
             try:
                 self.process.start()
             except OSError:
@@ -97,7 +132,8 @@ class EngineClient:
                 raise
         self.connection = EnginePipe(ours)
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self._read)
-        # uvloop has just made it non-blocking, and the sending thread must wait where there is no room.
+        # uvloop has just made it non-blocking, and the sending thread must wait where there is no
+        # room.
         os.set_blocking(self.connection.fileno(), True)
 
     def stop(self) -> None:
@@ -106,7 +142,8 @@ class EngineClient:
         self.state = "stopped"
         self._disconnect()
         if self.process is not None:
-            self._end(ENDING if loaded else 0)  # it ends by itself between two steps, but not while it loads
+            # it ends by itself between two steps, but not while it loads
+            self._end(ENDING if loaded else 0)
 
     async def unload(self) -> None:
         """Let go of the process and its memory, while others go on; `start` makes another."""
@@ -121,13 +158,16 @@ class EngineClient:
     def _disconnect(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        self.gathered = []
         if self.connection is not None:
             asyncio.get_running_loop().remove_reader(self.connection.fileno())
             self.connection.close()
             self.connection = None
 
     def _end(self, seconds: float = ENDING) -> None:
-        """Its socket is closed: wait for the process to end by itself, and help it where it does not."""
+        """Its socket is closed: wait for the process to end by itself, and help it where it does
+        not.
+        """
         assert self.process is not None
         self.process.join(timeout=seconds)
         self._reap()
@@ -136,7 +176,8 @@ class EngineClient:
         assert self.process is not None
         if self.process.is_alive():
             self.process.kill()
-            self.process.join(timeout=REAPING)  # longer than that it is the kernel's, and nothing can be done
+            # longer than that it is the kernel's, and nothing can be done
+            self.process.join(timeout=REAPING)
 
     def _read(self) -> None:
         assert self.connection is not None
@@ -161,12 +202,15 @@ class EngineClient:
         elif isinstance(message, CannotStart):
             if self.state == "loading":
                 self._give_up(message.message)
-            self.complaint = message.message  # it ends now, and may find what it needs the next time
+            # it ends now, and may find what it needs the next time
+            self.complaint = message.message
         elif isinstance(message, Hung):
             self.complaint = message.message  # it ends now
 
     def _watch(self) -> None:
-        """The engine has been silent for so many looks: ask it, and after `BEATS` of them take it for dead."""
+        """The engine has been silent for so many looks: ask it, and after `BEATS` of them take it
+        for dead.
+        """
         patience = patience_for(self.patience, self.facts.get("warm_up_seconds", 0.0))
         if self.silent > BEATS:
             self.complaint = f"no sign of life for {patience:g} seconds, so it was killed"
@@ -190,7 +234,9 @@ class EngineClient:
         self._failed(f"the engine process ended ({self.complaint or cause})")
 
     def _failed(self, what: str) -> None:
-        """There is no engine: start another, after a while if the last one was gone soon, or give up."""
+        """There is no engine: start another, after a while if the last one was gone soon, or give
+        up.
+        """
         now = time.monotonic()
         self.deaths.append(now)
         while now - self.deaths[0] > DEATHS_WITHIN:
@@ -200,13 +246,23 @@ class EngineClient:
         again = not first and not draining and len(self.deaths) <= MOST_DEATHS
         then = "it is being started again" if again else "it is not started again"
         for ticket, _ in list(self.tickets.values()):
-            ticket.fail(EngineAway(f"{what} while it worked on this request; {then}", retry_after=5))
-        self.on_change("engine_died", {"cause": what, "pid": self.process.pid if self.process else None})
+            ticket.fail(
+                EngineAway(f"{what} while it worked on this request; {then}", retry_after=5)
+            )
+        self.on_change(
+            "engine_died", {"cause": what, "pid": self.process.pid if self.process else None}
+        )
         if draining:
             return
         if not again:
-            self._give_up(what + (" while it loaded the model" if first else
-                                  f", {len(self.deaths)} times within {DEATHS_WITHIN:g} seconds"))
+            self._give_up(
+                what
+                + (
+                    " while it loaded the model"
+                    if first
+                    else f", {len(self.deaths)} times within {DEATHS_WITHIN:g} seconds"
+                )
+            )
             return
         self.restarts += 1
         self.state = "restarting"
@@ -220,7 +276,7 @@ class EngineClient:
         self.state = "stopped"
         self.on_fatal(EngineError(message))
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -228,33 +284,66 @@ class EngineClient:
         return self.facts["max_num_seqs"] + self.max_queue
 
     def check_room(self, prompts: int, n: int) -> int:
-        """How many samples that makes; raises a Refusal where there is no engine or no room for them."""
+        """How many samples that makes; raises a Refusal where there is no engine or no room for
+        them.
+        """
         if self.state not in ("ready", "draining") or self.connection is None:
             raise EngineAway(f"the engine is {self.state}; try again later", retry_after=5)
         wanted = prompts * n
         if wanted > self.capacity:
-            raise BadRequest(f"{prompts} prompts of n = {n} are {wanted} samples, but this server holds at most "
-                             f"{self.capacity} at once", param="n")
+            raise BadRequest(
+                f"{prompts} prompts of n = {n} are {wanted} samples, but this server holds at most "
+                f"{self.capacity} at once",
+                param="n",
+            )
         if self.in_flight + wanted > self.capacity:
-            raise QueueFull(f"the queue is full: {self.in_flight} samples run or wait and {wanted} more would be over the limit "
-                            f"of {self.capacity}", retry_after=self.retry_after())
+            raise QueueFull(
+                f"the queue is full: {self.in_flight} samples run or wait and {wanted} more would "
+                "be over the limit "
+                f"of {self.capacity}",
+                retry_after=self.retry_after(),
+            )
         return wanted
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None,
-               pooling: str | None = None, cache_salt: str | None = None, adapter: str | None = None) -> Ticket:
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        schema: str | None = None,
+        pooling: str | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Ticket:
         """Raises a Refusal where there is no engine, no room, or no context long enough."""
         wanted = self.check_room(len(prompts), params.n)
         for prompt in prompts:
             self._check_length(len(prompt), params.max_tokens)
         ticket = Ticket(prompts, params.n)
-        ticket.timer = asyncio.get_running_loop().call_later(self.timeout, ticket.fail, TookTooLong(
-            f"the answer was not finished within this server's limit of {self.timeout:g} seconds"))
+        ticket.timer = asyncio.get_running_loop().call_later(
+            self.timeout,
+            ticket.fail,
+            TookTooLong(
+                f"the answer was not finished within this server's limit of {self.timeout:g} "
+                "seconds"
+            ),
+        )
         self.in_flight += wanted
         for index, prompt in enumerate(prompts):
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._send(Submit(key, prompt, params, schema=schema, pooling=pooling, cache_salt=cache_salt, adapter=adapter))
+            self._gather(
+                Submit(
+                    key,
+                    prompt,
+                    params,
+                    schema=schema,
+                    pooling=pooling,
+                    cache_salt=cache_salt,
+                    adapter=adapter,
+                )
+            )
         return ticket
 
     def release(self, ticket: Ticket) -> None:
@@ -281,12 +370,33 @@ class EngineClient:
         context = self.facts["max_model_len"]
         if prompt + (answer or 1) > context:
             asked = f" and the answer asks for {answer} more" if answer else ""
-            raise ContextTooLong(f"the prompt has {prompt} tokens{asked}, but this model's context holds {context}",
-                                 param="max_tokens" if answer and prompt < context else "prompt")
+            raise ContextTooLong(
+                f"the prompt has {prompt} tokens{asked}, but this model's context holds {context}",
+                param="max_tokens" if answer and prompt < context else "prompt",
+            )
+
+    def _gather(self, command: Submit) -> None:
+        """Requests that come at once go to the engine at once: it computes their prompts together,
+        where it would begin with the first alone. Whoever is read in the same turn of the event
+        loop is one of them, within `GATHERING` seconds.
+        """
+        now = time.perf_counter()
+        if not self.gathered:
+            self.gathered_since = now
+            asyncio.get_running_loop().call_soon(self._send_gathered)
+        self.gathered.append(command)
+        if now - self.gathered_since > GATHERING:
+            self._send_gathered()
+
+    def _send_gathered(self) -> None:
+        gathered, self.gathered = self.gathered, []
+        if gathered and self.connection is not None:
+            self.connection.send(gathered)
 
     def _send(self, command: Any) -> None:
+        self._send_gathered()  # which it may be about
         if self.connection is not None:
-            self.connection.send(command)
+            self.connection.send([command])
 
     def _deliver(self, step: Step) -> None:
         self.load = step.load

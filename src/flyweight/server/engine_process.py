@@ -1,13 +1,15 @@
-"""The engine's own process: commands in, one message out per step.
+"""The engine's own process: lists of commands in, one message out per step.
 
-The step loop must not share an interpreter lock with the formatting of events: 64 streams at 5 ms a step are 12,800
-events a second. So this process does nothing but step. One thread reads commands, because a server that waits for room
-in the socket while the engine waits for the same would stand still for ever; the commands themselves are carried out
-between steps, by the thread that steps. JSON schemas are compiled in threads of their own, since that may take seconds: a
-request joins the others when its schema is ready.
+The step loop must not share an interpreter lock with the formatting of events: 64 streams at 5 ms a
+step are 12,800 events a second. So this process does nothing but step. One thread reads commands,
+because a server that waits for room in the socket while the engine waits for the same would stand
+still for ever; the commands themselves are carried out between steps, by the thread that steps.
+JSON schemas are compiled in threads of their own, since that may take seconds: a request joins the
+others when its schema is ready.
 
-It ends when the server's end of the socket closes, however that happened. SIGINT and SIGTERM are the server's business:
-a terminal or a supervisor sends them to the whole group, and the requests in flight are still to be finished.
+It ends when the server's end of the socket closes, however that happened. SIGINT and SIGTERM are
+the server's business: a terminal or a supervisor sends them to the whole group, and the requests in
+flight are still to be finished.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ if TYPE_CHECKING:
 COMPILERS = 2  # threads: one costly schema does not hold up the next
 
 
-def run_engine(connection: Connection, model: str, options: dict[str, Any], patience: float = 30.0) -> None:
+def run_engine(
+    connection: Connection, model: str, options: dict[str, Any], patience: float = 30.0
+) -> None:
     """Where the process begins. `patience`: seconds that a step may take without progress."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -76,14 +80,18 @@ def run_engine(connection: Connection, model: str, options: dict[str, Any], pati
 
 
 def warm_up(llm: LLM) -> None:
-    """Compile, capture and allocate before the first request: decode steps of every size, a greedy and a sampled request."""
+    """Compile, capture and allocate before the first request: decode steps of every size, a greedy
+    and a sampled request.
+    """
     from flyweight.engine.request import SamplingParams
 
     llm.warm_up()
     length = min(llm.engine.max_model_len - 8, llm.engine.scheduler.max_num_batched_tokens + 1)
     prompts = [[1] * max(1, length), [1, 1, 1]]
-    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
-              SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True),
+    ]
     llm.generate(prompts, params)
     llm.engine.pool.forget()
 
@@ -97,10 +105,18 @@ def kernels_compiled() -> int:
 def facts(llm: LLM) -> dict[str, Any]:
     engine, pool, memory = llm.engine, llm.engine.pool, llm.memory()
     return {
-        "pid": os.getpid(), "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."),
-        "max_model_len": engine.max_model_len, "vocabulary": engine.vocabulary, "blocks": pool.blocks,
-        "block_size": pool.block_size, "max_num_seqs": engine.scheduler.max_num_seqs,
-        "kv_bytes": memory.kv, "weight_bytes": memory.weights, "workspace_bytes": memory.workspace, "graph_bytes": memory.graphs,
+        "pid": os.getpid(),
+        "device": str(llm.device),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "max_model_len": engine.max_model_len,
+        "vocabulary": engine.vocabulary,
+        "blocks": pool.blocks,
+        "block_size": pool.block_size,
+        "max_num_seqs": engine.scheduler.max_num_seqs,
+        "kv_bytes": memory.kv,
+        "weight_bytes": memory.weights,
+        "workspace_bytes": memory.workspace,
+        "graph_bytes": memory.graphs,
         "prefix_cache": engine.prefix_cache,
     }
 
@@ -111,16 +127,19 @@ class EngineLoop:
         self.engine = llm.engine
         self.connection = connection
         self.sending = threading.Lock()
-        self.watch = StepWatch(patience, progress=kernels_compiled, on_alive=self.say_alive, on_hang=self.die)
+        self.watch = StepWatch(
+            patience, progress=kernels_compiled, on_alive=self.say_alive, on_hang=self.die
+        )
         self.requests: dict[int, list[Request]] = {}  # by the server's key
         self.commands: deque[Any] = deque()
-        self.constraints: dict[int, Any] = {}  # compiled schemas of requests to come, or why they are none
+        # compiled schemas of requests to come, or why they are none
+        self.constraints: dict[int, Any] = {}
         self.compiling: set[int] = set()  # requests whose schemas are not ready
         self.cancelled: set[int] = set()  # of those, the ones that nobody waits for any more
         self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="flyweight-schemas")
         self.grammars_lock = threading.Lock()
         self.texts: deque[Submit] = deque()  # that want a vector
-        self.deltas: list[Delta] = []
+        self.deltas: list[tuple[Any, ...]] = []
         self.wake = threading.Event()
         llm.pace_prompts()
         self.steps = 0
@@ -132,15 +151,26 @@ class EngineLoop:
         self.watch.start()
         while not self.closed:
             if not self.engine.busy:
-                self.wake.wait()
+                self.rest()
             self.wake.clear()
             self.watch.begin()
             self.turn()
             self.watch.end()
         self.watch.stop()
 
+    def rest(self) -> None:
+        """Until there is something to do."""
+        while not self.wake.is_set():
+            self.watch.begin()
+            prepared = self.engine.rest()
+            self.watch.end()
+            if not prepared:
+                self.wake.wait()
+
     def send(self, message: Any) -> None:
-        """From the loop's thread or the watch's: half a message of one must not follow half of another's."""
+        """From the loop's thread or the watch's: half a message of one must not follow half of
+        another's.
+        """
         with self.sending:
             self.connection.send(message)
 
@@ -162,16 +192,20 @@ class EngineLoop:
     def receive(self) -> None:
         while not self.closed:
             try:
-                command = self.connection.recv()
+                received = self.connection.recv()
             except (EOFError, OSError):
-                command = None
-            if isinstance(command, Submit) and command.schema is not None:
-                self.compiling.add(command.key)
-                self.compilers.submit(self.compile, command)
-                continue
-            self.commands.append(command)
-            self.wake.set()
-            if command is None:
+                received = [None]
+            ready = []
+            for command in received:
+                if isinstance(command, Submit) and command.schema is not None:
+                    self.compiling.add(command.key)
+                    self.compilers.submit(self.compile, command)
+                else:
+                    ready.append(command)
+            if ready:
+                self.commands.extend(ready)
+                self.wake.set()
+            if None in ready:
                 return
 
     def compile(self, command: Submit) -> None:
@@ -202,7 +236,8 @@ class EngineLoop:
             self.embed()
         try:
             self.steps += self.engine.step() > 0
-        except Exception:  # every request of the step was told; go on with those to come if the device still works
+        # every request of the step was told; go on with those to come if the device still works
+        except Exception:
             traceback.print_exc()
             self.check_device()
         deltas, self.deltas = self.deltas, []
@@ -240,13 +275,23 @@ class EngineLoop:
         try:
             if isinstance(constraint, Exception):
                 raise constraint
-            self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen, constraint=constraint,
-                                                            cache_salt=command.cache_salt, adapter=command.adapter)
+            self.requests[command.key] = self.engine.submit(
+                command.prompt,
+                params,
+                listener=listen,
+                constraint=constraint,
+                cache_salt=command.cache_salt,
+                adapter=command.adapter,
+            )
         except FlyweightError as error:
-            self.deltas.append(Delta(command.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
+            self.deltas.append(
+                Delta(command.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error))
+            )
         except Exception as error:  # ours, not the client's: it must not end the requests of others
             traceback.print_exc()
-            self.deltas.append(Delta(command.key, 0, "", [], finish_reason=FAILED, stop_reason=repr(error)))
+            self.deltas.append(
+                Delta(command.key, 0, "", [], finish_reason=FAILED, stop_reason=repr(error))
+            )
 
     @functools.cached_property
     def embedder(self) -> Embedder:
@@ -255,7 +300,9 @@ class EngineLoop:
         return Embedder(self.llm)
 
     def embed(self) -> None:
-        """One pass of texts; those that are left wait for the next turn, so that answers go on between."""
+        """One pass of texts; those that are left wait for the next turn, so that answers go on
+        between.
+        """
         pace = self.engine.scheduler.pace if self.engine.scheduler.running else None
         most = pace.tokens(self.embedder.most_tokens) if pace else None  # answers wait for the pass
         count = self.embedder.take([text.prompt for text in self.texts], most=most)
@@ -265,14 +312,25 @@ class EngineLoop:
                 self.embedder.check(text.prompt)
             except FlyweightError as error:
                 texts.remove(text)
-                self.deltas.append(Delta(text.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
+                self.deltas.append(
+                    Delta(text.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error))
+                )
         try:
-            vectors = self.embedder.embed([text.prompt for text in texts], texts[0].pooling or "mean") if texts else []
-            self.deltas += [Delta(text.key, 0, "", [], finish_reason="stop", embedding=vector)
-                            for text, vector in zip(texts, vectors, strict=True)]
+            vectors = (
+                self.embedder.embed([text.prompt for text in texts], texts[0].pooling or "mean")
+                if texts
+                else []
+            )
+            self.deltas += [
+                Delta(text.key, 0, "", [], finish_reason="stop", embedding=vector)
+                for text, vector in zip(texts, vectors, strict=True)
+            ]
         except Exception as error:
             traceback.print_exc()
-            self.deltas += [Delta(text.key, 0, "", [], finish_reason=FAILED, stop_reason=repr(error)) for text in texts]
+            self.deltas += [
+                Delta(text.key, 0, "", [], finish_reason=FAILED, stop_reason=repr(error))
+                for text in texts
+            ]
             self.check_device()
         if self.texts:
             self.wake.set()
@@ -282,15 +340,29 @@ class EngineLoop:
         if requests is None:  # cancelled: nobody listens
             return
         request = requests[chunk.index]
+        first = request.generated == len(chunk.token_ids)
+        if not (first or request.finished or chunk.logprobs):
+            self.deltas.append((key, chunk.index, chunk.text, chunk.token_ids))
+            return
         if request.finished and (error := getattr(request.constraint, "error", None)):
             chunk = replace(chunk, finish_reason=FAILED, stop_reason=error)
-        first = request.generated == len(chunk.token_ids)
         delta = Delta(
-            key, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,
-            *((request.started, request.cached or 0, request.prompt_logprobs or None) if first else ()))
+            key,
+            chunk.index,
+            chunk.text,
+            chunk.token_ids,
+            chunk.logprobs,
+            chunk.finish_reason,
+            chunk.stop_reason,
+            *(
+                (request.started, request.cached or 0, request.prompt_logprobs or None)
+                if first
+                else ()
+            ),
+        )
         if request.finished and request.drafted:
             delta = delta._replace(drafted=request.drafted, accepted=request.accepted)
-        self.deltas.append(delta)
+        self.deltas.append(tuple(delta))
         if request.finished:
             self.preemptions += request.preemptions
             if all(other.finished for other in requests):
@@ -299,11 +371,20 @@ class EngineLoop:
     def load(self) -> Load:
         scheduler, pool, guessing = self.engine.scheduler, self.engine.pool, self.engine.speculator
         guesses = (guessing.drafted, guessing.accepted) if guessing else (0, 0)
-        return Load(self.steps, len(scheduler.running), len(scheduler.waiting), pool.available, pool.blocks, self.preemptions,
-                    *guesses)
+        return Load(
+            self.steps,
+            len(scheduler.running),
+            len(scheduler.waiting),
+            pool.available,
+            pool.blocks,
+            self.preemptions,
+            *guesses,
+        )
 
     def check_device(self) -> None:
-        """Some CUDA errors stay for as long as the process lives: end it, and the server starts another."""
+        """Some CUDA errors stay for as long as the process lives: end it, and the server starts
+        another.
+        """
         import torch
 
         if self.llm.device.type != "cuda":

@@ -1,8 +1,9 @@
-"""Several models behind one address: each has an engine process of its own, loaded at the start or when it is first asked
-for, and unloaded again, the one used longest ago first, when another needs its memory.
+"""Several models behind one address: each has an engine process of its own, loaded at the start or
+when it is first asked for, and unloaded again, the one used longest ago first, when another needs
+its memory.
 
-Towards the routes a fleet is a `Service`: it finds the model's own by the name in the request, waits until that is loaded,
-and lets it answer. A model is never unloaded while it answers.
+Towards the routes a fleet is a `Service`: it finds the model's own by the name in the request,
+waits until that is loaded, and lets it answer. A model is never unloaded while it answers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from flyweight.server.settings import Settings
 
 UNLOADED = "unloaded"
 READY = ("ready", "draining")
-BROKEN_FOR = 60.0  # seconds until a model that could not be loaded, with all the memory there is, is tried again
+# seconds until a model that could not be loaded, with all the memory there is, is tried again
+BROKEN_FOR = 60.0
 
 
 class Member:
@@ -55,15 +57,26 @@ class Member:
 
 
 class Fleet:
-    def __init__(self, services: Sequence[Service], shares: MemoryShares, *, lazy: bool = False, most: int | None = None,
-                 on_fatal: Callable[[EngineError], None]):
-        """`lazy`: nothing is loaded at the start. `most`: models in memory at once, whatever room there is."""
+    def __init__(
+        self,
+        services: Sequence[Service],
+        shares: MemoryShares,
+        *,
+        lazy: bool = False,
+        most: int | None = None,
+        on_fatal: Callable[[EngineError], None],
+    ):
+        """`lazy`: nothing is loaded at the start. `most`: models in memory at once, whatever room
+        there is.
+        """
         self.members = [Member(service) for service in services]
         self.shares = shares
         self.lazy = lazy
         self.most = most or len(self.members)
         self.on_fatal = on_fatal
-        self.by_name = {name: member for member in self.members for name in member.service.settings.served}
+        self.by_name = {
+            name: member for member in self.members for name in member.service.settings.served
+        }
         self.settings: Settings = services[0].settings
         self.engine = Engines([service.engine for service in services])
         self.metrics = Metrics(self.engine)  # type: ignore[arg-type]
@@ -78,7 +91,7 @@ class Fleet:
     def names(self) -> tuple[str, ...]:
         return tuple(self.by_name)
 
-    # -- what the routes ask for ----------------------------------------------------------------------------------
+    # -- what the routes ask for -------------------------------------------------------------------
 
     def check_model(self, name: str | None) -> str:
         if name is not None and name not in self.by_name:
@@ -97,7 +110,9 @@ class Fleet:
         async with self.using(body.model) as service:
             return await service.chat(request, body)
 
-    async def converse(self, request: Request, body: ChatRequest, *arguments: Any, **options: Any) -> Response:
+    async def converse(
+        self, request: Request, body: ChatRequest, *arguments: Any, **options: Any
+    ) -> Response:
         async with self.using(body.model) as service:
             return await service.converse(request, body, *arguments, **options)
 
@@ -114,7 +129,7 @@ class Fleet:
             member.used = next(self.uses)
             self.changed.set()
 
-    # -- loading and unloading ------------------------------------------------------------------------------------
+    # -- loading and unloading ---------------------------------------------------------------------
 
     def start(self) -> None:
         if not self.lazy:
@@ -126,27 +141,40 @@ class Fleet:
         self.engine.stop()
 
     async def _load_first(self) -> None:
-        """As many as there is room for; one that cannot be loaded at all is a mistake in the command."""
+        """As many as there is room for; one that cannot be loaded at all is a mistake in the
+        command.
+        """
         for member in self.members[: self.most]:
             loaded = [other for other in self.members if other.loaded]
-            if loaded and not self.shares.fits(member.service.settings, [other.service.settings for other in loaded]):
+            if loaded and not self.shares.fits(
+                member.service.settings, [other.service.settings for other in loaded]
+            ):
                 return
             try:
                 await self._ready(member)
             except EngineAway:
-                self.on_fatal(member.error or EngineError(f"{member.service.settings.model} cannot be loaded"))
+                self.on_fatal(
+                    member.error or EngineError(f"{member.service.settings.model} cannot be loaded")
+                )
                 return
 
     async def _ready_in_time(self, member: Member) -> None:
         if member.engine.state not in READY and member.holds > self.settings.max_queue:
-            raise QueueFull(f"{member.holds - 1} requests wait for this model to be loaded, which is this server's limit",
-                            retry_after=5)
+            raise QueueFull(
+                f"{member.holds - 1} requests wait for this model to be loaded, which is this "
+                "server's limit",
+                retry_after=5,
+            )
         try:
             async with asyncio.timeout(self.settings.timeout):
                 await self._ready(member)
         except TimeoutError:
-            raise EngineAway(f"{member.service.settings.served[0]} could not be loaded within this server's limit of "
-                             f"{self.settings.timeout:g} seconds", retry_after=30) from None
+            raise EngineAway(
+                f"{member.service.settings.served[0]} could not be loaded within this server's "
+                "limit of "
+                f"{self.settings.timeout:g} seconds",
+                retry_after=30,
+            ) from None
 
     async def _ready(self, member: Member) -> None:
         while member.engine.state not in READY:
@@ -162,7 +190,9 @@ class Fleet:
     async def _load(self, member: Member) -> None:
         now = asyncio.get_running_loop().time()
         if member.error is not None and now < member.broken_until:
-            raise EngineAway(f"the model cannot be loaded: {member.error}", retry_after=int(BROKEN_FOR))
+            raise EngineAway(
+                f"the model cannot be loaded: {member.error}", retry_after=int(BROKEN_FOR)
+            )
         whole = False
         while True:
             await self._make_room(member)
@@ -176,7 +206,9 @@ class Fleet:
                 whole = True
             else:
                 member.broken_until = now + BROKEN_FOR
-                raise EngineAway(f"the model cannot be loaded: {member.error}", retry_after=int(BROKEN_FOR))
+                raise EngineAway(
+                    f"the model cannot be loaded: {member.error}", retry_after=int(BROKEN_FOR)
+                )
 
     async def _attempt(self, member: Member) -> bool:
         member.error = None
@@ -196,12 +228,20 @@ class Fleet:
     async def _unload_one(self, wanted: Member) -> None:
         """The one that was used longest ago, as soon as one is idle."""
         while True:
-            idle = [other for other in self.members if other.loaded and other.idle and other is not wanted]
+            idle = [
+                other
+                for other in self.members
+                if other.loaded and other.idle and other is not wanted
+            ]
             if idle:
                 break
             await self._wait()
         victim = min(idle, key=lambda other: other.used)
-        log("unloading", model=victim.service.settings.served[0], for_model=wanted.service.settings.served[0])
+        log(
+            "unloading",
+            model=victim.service.settings.served[0],
+            for_model=wanted.service.settings.served[0],
+        )
         victim.engine.state = UNLOADED
         await victim.engine.unload()
 
@@ -240,7 +280,10 @@ class Engines:
     def state(self) -> str:
         """ready as long as one is, or none has been asked for."""
         states = [engine.state for engine in self.engines]
-        return next((state for state in ("draining", "ready", "restarting", "loading") if state in states), "ready")
+        return next(
+            (state for state in ("draining", "ready", "restarting", "loading") if state in states),
+            "ready",
+        )
 
     @property
     def available(self) -> bool:

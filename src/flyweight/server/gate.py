@@ -1,7 +1,8 @@
-"""What every request passes first: its id, the host it names, the API key, the size of its body; and what is written
-down when it is over.
+"""What every request passes first: its id, the host it names, the API key, the size of its body;
+and what is written down when it is over.
 
-A plain ASGI layer, because the usual middleware classes put a queue between each event and the socket.
+A plain ASGI layer, because the usual middleware classes put a queue between each event and the
+socket.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from flyweight.server.metrics import Metrics
 from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSlow, WrongKey
 from flyweight.server.settings import Settings
 
-OPEN_PATHS = {"/", "/health", "/ready", "/metrics", "/docs", "/openapi.json"}  # no secrets, no work for the engine
+# no secrets, no work for the engine
+OPEN_PATHS = {"/", "/health", "/ready", "/metrics", "/docs", "/openapi.json"}
 BODY_SECONDS = 120.0  # 8 MB at half a megabit a second
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
@@ -58,13 +60,18 @@ class Gate:
 
         try:
             self.hosts.check(headers.get(b"host", b""))
-            self.check_key(scope["path"], headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
+            self.check_key(
+                scope["path"],
+                headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""),
+            )
             take_as_json(scope, headers)
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     body = await read_body(receive, headers, self.settings.max_body)
             except TimeoutError:
-                raise TooSlow(f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
+                raise TooSlow(
+                    f"the request's body did not arrive within {BODY_SECONDS:g} seconds"
+                ) from None
             check_elements(body)
             await self.app(scope, replay(body, receive), tagged)
         except Refusal as refusal:
@@ -73,12 +80,18 @@ class Gate:
         except Exception:
             logger.exception("server_error", extra={"fields": {"request_id": state["request_id"]}})
             if not status:
-                await refuse(EngineFailed("the server failed on this request; its log says why"), tagged, scope["path"])
+                await refuse(
+                    EngineFailed("the server failed on this request; its log says why"),
+                    tagged,
+                    scope["path"],
+                )
         finally:
             self.write_down(scope, status, time.perf_counter() - begin)
 
     def check_key(self, path: str, authorization: bytes) -> None:
-        """In constant time: neither the length of a right beginning nor which of the keys it was can be measured."""
+        """In constant time: neither the length of a right beginning nor which of the keys it was
+        can be measured.
+        """
         if not self.keys or path in OPEN_PATHS:
             return
         scheme, _, token = authorization.partition(b" ")
@@ -90,8 +103,16 @@ class Gate:
         path = getattr(scope.get("route"), "path", "other")
         self.metrics.responses.labels(path, str(status)).inc()
         level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
-        log("request", level=level, request_id=scope["state"]["request_id"], method=scope["method"], path=path, status=status,
-            ms=round(1000 * seconds, 1), **scope["state"]["facts"])
+        log(
+            "request",
+            level=level,
+            request_id=scope["state"]["request_id"],
+            method=scope["method"],
+            path=path,
+            status=status,
+            ms=round(1000 * seconds, 1),
+            **scope["state"]["facts"],
+        )
 
 
 def digest(key: bytes) -> bytes:
@@ -102,7 +123,9 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], limit: int) -
     """All of it, but no more than the limit, whatever the client says about its length."""
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit:
-        raise BodyTooLarge(f"the request has {int(length)} bytes, but this server takes at most {limit}")
+        raise BodyTooLarge(
+            f"the request has {int(length)} bytes, but this server takes at most {limit}"
+        )
     parts, size, more = [], 0, True
     while more:
         message = await receive()
@@ -111,7 +134,9 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], limit: int) -
         parts.append(message.get("body", b""))
         size, more = size + len(parts[-1]), message.get("more_body", False)
         if size > limit:
-            raise BodyTooLarge(f"the request has more than {size} bytes, but this server takes at most {limit}")
+            raise BodyTooLarge(
+                f"the request has more than {size} bytes, but this server takes at most {limit}"
+            )
     return b"".join(parts)
 
 
@@ -130,8 +155,15 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 async def refuse(refusal: Refusal, send: Send, path: str) -> None:
     body = json.dumps(error_content(path, refusal)).encode()
-    headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers: list[tuple[bytes, bytes]] = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-    start: dict[str, Any] = {"type": "http.response.start", "status": refusal.status, "headers": headers}
+    start: dict[str, Any] = {
+        "type": "http.response.start",
+        "status": refusal.status,
+        "headers": headers,
+    }
     await send(start)
     await send({"type": "http.response.body", "body": body})

@@ -1,7 +1,8 @@
 """Every name under which clients ask for answers of a given shape, and what each becomes.
 
-OpenAI says `response_format`, vLLM `guided_…` and later `structured_outputs`, SGLang `regex`, `ebnf` and `json_schema`. They
-are all the same five wishes (JSON, regex, choice, grammar, structural tag), and only one may be made at a time.
+OpenAI says `response_format`, vLLM `guided_…` and later `structured_outputs`, SGLang `regex`,
+`ebnf` and `json_schema`. They are all the same five wishes (JSON, regex, choice, grammar,
+structural tag), and only one may be made at a time.
 """
 
 from __future__ import annotations
@@ -63,10 +64,14 @@ class StructuralTag(BaseModel):
 class ResponseFormat(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "json_object", "json_schema", "regex", "grammar", "choice", "structural_tag"]
+    type: Literal[
+        "text", "json_object", "json_schema", "regex", "grammar", "choice", "structural_tag"
+    ]
     json_schema: JSONSchema | None = None
     pattern: str | None = Field(None, description="With type regex.")
-    grammar: str | None = Field(None, description="With type grammar: Lark, or EBNF with `root ::=`.")
+    grammar: str | None = Field(
+        None, description="With type grammar: Lark, or EBNF with `root ::=`."
+    )
     choice: list[str] | None = Field(None, description="With type choice: the answers there are.")
     structures: list[Structure] | None = Field(None, description="With type structural_tag.")
     triggers: list[str] | None = Field(None, description="With type structural_tag.")
@@ -91,8 +96,12 @@ class StructuredOutputs(BaseModel):
 
 class GuidedFields(BaseModel):
     response_format: ResponseFormat | None = Field(None, description="The shape of the answer.")
-    structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's words.")
-    guided_json: dict[str, Any] | str | None = Field(None, description="The same in older words of vLLM.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="The same in vLLM's words."
+    )
+    guided_json: dict[str, Any] | str | None = Field(
+        None, description="The same in older words of vLLM."
+    )
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -103,18 +112,24 @@ class GuidedFields(BaseModel):
 
     @functools.cached_property
     def guide(self) -> Guide | None:
-        """What the answer must fit. Raises where more than one thing is asked for, or one that cannot be read."""
+        """What the answer must fit. Raises where more than one thing is asked for, or one that
+        cannot be read.
+        """
         asked = [(name, wish) for name, wish in self._wishes() if wish is not None]
         if len(asked) > 1:
             names = " and ".join(name for name, _ in asked)
-            raise BadRequest(f"{names} both ask for a shape of the answer; send one of them", param=asked[1][0])
+            raise BadRequest(
+                f"{names} both ask for a shape of the answer; send one of them", param=asked[1][0]
+            )
         for name, (kind, value) in asked:
             try:
                 return MAKERS[kind](value)
             except FlyweightError as error:
                 raise BadRequest(str(error), param=name) from error
             except RecursionError as error:
-                raise BadRequest("what the answer must fit is nested too deeply", param=name) from error
+                raise BadRequest(
+                    "what the answer must fit is nested too deeply", param=name
+                ) from error
         return None
 
     @property
@@ -134,14 +149,22 @@ class GuidedFields(BaseModel):
 
 
 NAMES = {  # field → kind
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-    "regex": "regex", "ebnf": "grammar", "json_schema": "json", "structural_tag": "structural_tag",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
+    "structural_tag": "structural_tag",
 }
 
 
 @dataclass(frozen=True)
 class Guide:
-    """What an answer must fit, for the engine; `rule` is the same as part of a larger grammar, where it can be."""
+    """What an answer must fit, for the engine; `rule` is the same as part of a larger grammar,
+    where it can be.
+    """
 
     text: str = ""
     rule: str | None = None
@@ -155,19 +178,29 @@ def wish_of_format(wanted: ResponseFormat | None) -> tuple[str, Any] | None:
     if wanted is None or wanted.type == "text":
         return None
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        raise BadRequest("response_format of type json_schema, and no other, has a json_schema", param="response_format")
+        raise BadRequest(
+            "response_format of type json_schema, and no other, has a json_schema",
+            param="response_format",
+        )
     if wanted.type == "json_object":
         return "json", ANY_OBJECT
     if wanted.json_schema is not None:
         return "json", wanted.json_schema.schema_
     if wanted.type == "structural_tag":
         if not wanted.structures or not wanted.triggers:
-            raise BadRequest("response_format of type structural_tag needs structures and triggers", param="response_format")
-        return "structural_tag", StructuralTag(structures=wanted.structures, triggers=wanted.triggers)
+            raise BadRequest(
+                "response_format of type structural_tag needs structures and triggers",
+                param="response_format",
+            )
+        return "structural_tag", StructuralTag(
+            structures=wanted.structures, triggers=wanted.triggers
+        )
     field = "pattern" if wanted.type == "regex" else wanted.type
     value = getattr(wanted, field)
     if value is None:
-        raise BadRequest(f"response_format of type {wanted.type} needs {field!r}", param="response_format")
+        raise BadRequest(
+            f"response_format of type {wanted.type} needs {field!r}", param="response_format"
+        )
     return wanted.type, value
 
 
@@ -176,15 +209,29 @@ def wish_of_outputs(wanted: StructuredOutputs | None) -> tuple[str, Any] | None:
         return None
     for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
         if getattr(wanted, name):
-            raise UnsupportedField(f"structured_outputs.{name} is not supported: between elements stands one space",
-                                   param="structured_outputs")
-    asked = [(kind, value) for kind, value in (
-        ("json", wanted.json_), ("regex", wanted.regex), ("choice", wanted.choice), ("grammar", wanted.grammar),
-        ("json", ANY_OBJECT if wanted.json_object else None), ("structural_tag", wanted.structural_tag))
-        if value is not None]
+            raise UnsupportedField(
+                f"structured_outputs.{name} is not supported: between elements stands one space",
+                param="structured_outputs",
+            )
+    asked = [
+        (kind, value)
+        for kind, value in (
+            ("json", wanted.json_),
+            ("regex", wanted.regex),
+            ("choice", wanted.choice),
+            ("grammar", wanted.grammar),
+            ("json", ANY_OBJECT if wanted.json_object else None),
+            ("structural_tag", wanted.structural_tag),
+        )
+        if value is not None
+    ]
     if len(asked) != 1:
-        raise BadRequest("structured_outputs asks for exactly one of json, regex, choice, grammar, json_object and "
-                         f"structural_tag, not {len(asked)}", param="structured_outputs")
+        raise BadRequest(
+            "structured_outputs asks for exactly one of json, regex, choice, grammar, json_object "
+            "and "
+            f"structural_tag, not {len(asked)}",
+            param="structured_outputs",
+        )
     return asked[0]
 
 
@@ -219,14 +266,19 @@ def tag_guide(tag: str | StructuralTag) -> Guide:
         try:
             tag = StructuralTag.model_validate_json(tag)
         except ValueError as error:
-            raise BadRequest(f"the structural tag cannot be read: {str(error).splitlines()[0]}; it has structures "
-                             "(begin, schema, end) and triggers") from error
+            raise BadRequest(
+                f"the structural tag cannot be read: {str(error).splitlines()[0]}; it has "
+                "structures "
+                "(begin, schema, end) and triggers"
+            ) from error
     for trigger in tag.triggers:
         if not trigger or not any(item.begin.startswith(trigger) for item in tag.structures):
             raise BadRequest(f"no structure begins with the trigger {trigger!r}")
     for item in tag.structures:
         if not any(item.begin.startswith(trigger) for trigger in tag.triggers):
-            raise BadRequest(f"the structure that begins with {item.begin!r} begins with none of the triggers")
+            raise BadRequest(
+                f"the structure that begins with {item.begin!r} begins with none of the triggers"
+            )
         json_rule(item.schema_)
     return Guide(tag=tag)
 
@@ -237,8 +289,10 @@ def tag_grammar(tag: StructuralTag, words: Words) -> str:
     for number, trigger in enumerate(tag.triggers):
         until, needed = words.until(trigger, f"trigger_{number}")
         ends = [
-            f"{words.literal(item.begin[len(trigger) :])} {json_rule(item.schema_)} {words.literal(item.end)}"
-            for item in tag.structures if item.begin.startswith(trigger)
+            f"{words.literal(item.begin[len(trigger) :])} {json_rule(item.schema_)} "
+            f"{words.literal(item.end)}"
+            for item in tag.structures
+            if item.begin.startswith(trigger)
         ]
         rules += [*needed, f"tag_{number}: {until} ({' | '.join(ends)})"]
         tags.append(f"tag_{number}")
@@ -246,6 +300,9 @@ def tag_grammar(tag: StructuralTag, words: Words) -> str:
 
 
 MAKERS: dict[str, Callable[[Any], Guide]] = {
-    "json": json_guide, "regex": regex_guide, "choice": choice_guide, "grammar": grammar_guide,
+    "json": json_guide,
+    "regex": regex_guide,
+    "choice": choice_guide,
+    "grammar": grammar_guide,
     "structural_tag": tag_guide,
 }

@@ -35,15 +35,20 @@ def take_as_json(scope: Scope, headers: dict[bytes, bytes]) -> None:
 
 
 def check_elements(body: bytes) -> None:
-    """Refuse a body of very many values before it is parsed: that holds up every other request, in whatever thread it is
-    done, and takes a hundred times the memory of the body.
+    """Refuse a body of very many values before it is parsed: that holds up every other request, in
+    whatever thread it is done, and takes a hundred times the memory of the body.
     """
     if not has_too_many(body):
         return
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
+    # what is left of quotes begins or ends a string
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = plain.count(b'"') // 2
-    if strings > MOST_ELEMENTS or has_too_many(b"".join(plain.split(b'"')[::2])):  # else they are letters of a long text
-        raise BadRequest(f"the body has more than {MOST_CONTAINERS:,} lists and objects, or {MOST_ELEMENTS:,} values; send less")
+    # else they are letters of a long text
+    if strings > MOST_ELEMENTS or has_too_many(b"".join(plain.split(b'"')[::2])):
+        raise BadRequest(
+            f"the body has more than {MOST_CONTAINERS:,} lists and objects, or {MOST_ELEMENTS:,} "
+            "values; send less"
+        )
 
 
 def has_too_many(body: bytes) -> bool:

@@ -1,6 +1,7 @@
-"""One line per event, as text for people or JSON for machines. Prompts, answers and keys are never among the fields.
+"""One line per event, as text for people or JSON for machines. Prompts, answers and keys are never
+among the fields.
 
-    2026-01-01T12:00:00.000Z INFO request request_id=6f… path=/v1/completions status=200 prompt_tokens=5 ttft_ms=41.2
+    2026-01-01T12:00:00Z INFO request request_id=6f… path=/v1/completions status=200 ttft_ms=41.2
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ class EventFormatter(logging.Formatter):
     def facts(self, record: logging.LogRecord) -> dict[str, Any]:
         when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         stamp = when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        facts = {"time": stamp, "level": record.levelname, "event": record.getMessage(), **getattr(record, "fields", {})}
-        return facts | ({"traceback": self.formatException(record.exc_info)} if record.exc_info else {})
+        facts = {
+            "time": stamp,
+            "level": record.levelname,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        return facts | (
+            {"traceback": self.formatException(record.exc_info)} if record.exc_info else {}
+        )
 
 
 class TextFormatter(EventFormatter):
@@ -47,7 +55,11 @@ FORMATTERS = {"text": TextFormatter, "json": JSONFormatter}
 
 def one_word(value: Any) -> str:
     text = str(value)
-    return text if text and text.isprintable() and not any(letter in text for letter in ' "=') else json.dumps(text)
+    return (
+        text
+        if text and text.isprintable() and not any(letter in text for letter in ' "=')
+        else json.dumps(text)
+    )
 
 
 def configure(style: str, *, level: int = logging.INFO) -> None:

@@ -1,8 +1,9 @@
 """How several models share the memory of one device.
 
-On a GPU each gets a share of the device, `--memory-fraction` or an equal part, for weights and cache together; an engine is told
-up to where the device may be full after it, which is the shares of those before it and its own. On a CPU the cache is a share
-of what is free, and weights fit if as much is free as they need.
+On a GPU each gets a share of the device, `--memory-fraction` or an equal part, for weights and
+cache together; an engine is told up to where the device may be full after it, which is the shares
+of those before it and its own. On a CPU the cache is a share of what is free, and weights fit if as
+much is free as they need.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ class MemoryShares:
 
     def whole(self, settings: Settings) -> float:
         """What it may have alone."""
-        return settings.engine.get("memory_fraction") or (GPU_FRACTION if self.gpu else CPU_FRACTION)
+        return settings.engine.get("memory_fraction") or (
+            GPU_FRACTION if self.gpu else CPU_FRACTION
+        )
 
     def fits(self, wanted: Settings, loaded: Sequence[Settings]) -> bool:
         if self.gpu:
             return self.share(wanted) + self._used(loaded) <= MOST_FRACTION
         return SLACK * weights_in_memory(wanted) <= self.free()
 
-    def grant(self, wanted: Settings, loaded: Sequence[Settings], *, whole: bool = False) -> dict[str, Any]:
+    def grant(
+        self, wanted: Settings, loaded: Sequence[Settings], *, whole: bool = False
+    ) -> dict[str, Any]:
         """The options to start its engine with."""
         share = self.whole(wanted) if whole else self.share(wanted)
         self.granted[wanted.model] = share
@@ -71,5 +76,8 @@ def weights_in_memory(settings: Settings) -> int:
     except (OSError, ValueError):
         config = {}
     dtype = settings.engine.get("dtype") or "float32"
-    plain = "quantization_config" not in config and str(config.get("dtype") or config.get("torch_dtype")) != "float32"
+    plain = (
+        "quantization_config" not in config
+        and str(config.get("dtype") or config.get("torch_dtype")) != "float32"
+    )
     return size * 2 if plain and dtype == "float32" else size

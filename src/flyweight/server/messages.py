@@ -1,7 +1,9 @@
-"""What the server and its engine process say to each other: commands one way, one `Step` for every step the other way.
+"""What the server and its engine process say to each other: commands one way, one `Step` for every
+step the other way.
 
-They are small plain records, pickled over a socket pair that nobody else can reach. A step's samples travel as tuples,
-because at 64 streams their pickling would otherwise show in the step time.
+They are small plain records, pickled over a socket pair that nobody else can reach. A step's deltas
+travel as bare tuples of their first fields, because at 64 streams their pickling would otherwise
+show in the step time.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import Any, NamedTuple
 
 from flyweight.engine.request import SamplingParams, TokenLogprob
 
-REFUSED, FAILED = "refused", "failed"  # finish reasons beside the engine's own; the stop reason then is a message
+# finish reasons beside the engine's own; the stop reason then is a message
+REFUSED, FAILED = "refused", "failed"
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Submit:
     key: int  # chosen by the server; every Delta of the answer carries it
     prompt: list[int]
     params: SamplingParams
-    schema: str | None = None  # JSON schema or another grammar that the answer must fit (engine/grammar_kinds.py)
+    # JSON schema or another grammar that the answer must fit (engine/grammar_kinds.py)
+    schema: str | None = None
     pooling: str | None = None  # mean or last: no answer is wanted but the prompt's vector
     cache_salt: str | None = None  # whose prefixes it may share
     adapter: str | None = None  # its name
@@ -37,7 +41,9 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True)
 class Ping:
-    """Changes nothing; like every command it is followed by a `Step`, which shows that the engine lives."""
+    """Changes nothing; like every command it is followed by a `Step`, which shows that the engine
+    lives.
+    """
 
 
 class Delta(NamedTuple):
@@ -52,7 +58,8 @@ class Delta(NamedTuple):
     stop_reason: str | int | None = None
     started: float | None = None  # with a sample's first token: when it left the queue
     cached: int = 0  # with a sample's first token: prompt tokens from the prefix cache
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token, where they were asked for
+    # with the first token, where they were asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     embedding: list[float] | None = None  # alone, where a vector was asked for
     drafted: int = 0  # with a sample's last token: guesses of its tokens that were checked
     accepted: int = 0  # and how many of them were right
@@ -73,14 +80,22 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    time: float  # `time.perf_counter` at its end; the clock is the machine's, so both processes read the same
-    deltas: list[Delta]
+    # `time.perf_counter` at its end; the clock is the machine's, so both processes read the same
+    time: float
+    # each a Delta, or its first fields where the others have their defaults
+    said: list[tuple[Any, ...]]
     load: Load
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [Delta(*fields) for fields in self.said]
 
 
 @dataclass(frozen=True)
 class Started:
-    """Loaded and warm. `facts` are what the start-up message, /v1/models and the limits are made of."""
+    """Loaded and warm. `facts` are what the start-up message, /v1/models and the limits are made
+    of.
+    """
 
     facts: dict[str, Any]
 

@@ -1,6 +1,7 @@
 """What a model's text is made of: thinking, words for the reader, and calls of tools.
 
-Every API has other names for these; here they have one. Joined in their order, the arguments of a call are a JSON text.
+Every API has other names for these; here they have one. Joined in their order, the arguments of a
+call are a JSON text.
 """
 
 from __future__ import annotations

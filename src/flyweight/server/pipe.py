@@ -1,8 +1,8 @@
 """The server's end of the socket to its engine, on which the event loop never waits.
 
-An engine that hangs may leave half a message unread, or unwritten. So messages are sent by a thread, which may wait as
-long as it likes, and what arrives is collected until whole messages are there. The framing is that of
-`multiprocessing.Connection`, which the engine's end is.
+An engine that hangs may leave half a message unread, or unwritten. So messages are sent by a
+thread, which may wait as long as it likes, and what arrives is collected until whole messages are
+there. The framing is that of `multiprocessing.Connection`, which the engine's end is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class EnginePipe:
         self.socket = socket.socket(fileno=os.dup(connection.fileno()))
         self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.incoming = bytearray()
-        threading.Thread(target=self._send_all, args=(connection,), daemon=True, name="flyweight-to-engine").start()
+        threading.Thread(
+            target=self._send_all, args=(connection,), daemon=True, name="flyweight-to-engine"
+        ).start()
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -45,7 +47,8 @@ class EnginePipe:
             self.incoming += part
         messages = []
         while (whole := self._first_message()) is not None:
-            messages.append(pickle.loads(whole))  # from the process that we have started, and nobody else
+            # from the process that we have started, and nobody else
+            messages.append(pickle.loads(whole))
         return messages
 
     def close(self) -> None:

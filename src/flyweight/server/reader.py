@@ -8,7 +8,9 @@ from flyweight.server.tools.base import ToolParser
 
 
 class MessageReader:
-    """For one sample. Either part may be missing: a model that does not think, a request without tools."""
+    """For one sample. Either part may be missing: a model that does not think, a request without
+    tools.
+    """
 
     def __init__(self, splitter: ReasoningSplitter | None = None, parser: ToolParser | None = None):
         self.splitter = splitter

@@ -1,7 +1,7 @@
 """Tells a model's thinking from its answer: `<think>…</think>` at the beginning of the text.
 
-Tags may arrive in pieces, so text that may be the beginning of one is held back until it is told. A chat template may
-have opened the tag already, in the prompt; then the answer begins inside it.
+Tags may arrive in pieces, so text that may be the beginning of one is held back until it is told. A
+chat template may have opened the tag already, in the prompt; then the answer begins inside it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class ReasoningSplitter:
                 reasoning = self._trim(reasoning).rstrip("\n")
                 self.fresh = True
             else:
-                sure = reasoning if last else reasoning[: len(reasoning) - overlap(reasoning, CLOSE)].rstrip("\n")
+                sure = (
+                    reasoning
+                    if last
+                    else reasoning[: len(reasoning) - overlap(reasoning, CLOSE)].rstrip("\n")
+                )
                 self.held = reasoning[len(sure) :]
                 return self._trim(sure), ""
         return reasoning, self._trim(text)

@@ -1,7 +1,8 @@
-"""Which servers run on this machine: each leaves a file while it lives, and `flyweight ps` reads them.
+"""Which servers run on this machine: each leaves a file while it lives, and `flyweight ps` reads
+them.
 
-The file is locked for as long as its server lives, so one that was killed is told from one that runs, whatever became
-of its process number.
+The file is locked for as long as its server lives, so one that was killed is told from one that
+runs, whatever became of its process number.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def servers_folder() -> Path:
 
 @contextlib.contextmanager
 def registered(facts: dict[str, Any]) -> Iterator[None]:
-    """`facts` can be read by others until the end; a cache that cannot be written keeps no server from serving."""
+    """`facts` can be read by others until the end; a cache that cannot be written keeps no server
+    from serving.
+    """
     path = servers_folder() / f"{os.getpid()}-{facts['port']}.json"
     lock = FileLock(path.with_suffix(".lock"))
     try:
@@ -49,7 +52,8 @@ def running_servers() -> list[dict[str, Any]]:
         try:
             lock.acquire(timeout=0)
         except (Timeout, OSError):
-            with contextlib.suppress(OSError, ValueError):  # it has just ended, or is just beginning
+            # it has just ended, or is just beginning
+            with contextlib.suppress(OSError, ValueError):
                 found.append(json.loads(path.read_text()))
             continue
         forget(path, lock)

@@ -1,4 +1,6 @@
-"""Listens, loads, serves, drains. SIGTERM and SIGINT let the requests in flight finish; a second one ends all at once."""
+"""Listens, loads, serves, drains. SIGTERM and SIGINT let the requests in flight finish; a second
+one ends all at once.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,64 @@ from flyweight.server.settings import Settings
 
 
 class Server(uvicorn.Server):
-    """One listening socket and one engine, or one for each model. `run_all` is the whole life of it."""
+    """One listening socket and one engine, or one for each model. `run_all` is the whole life of
+    it.
+    """
 
-    def __init__(self, settings: Settings, listener: socket.socket, *, tokenizer: Tokenizer | None, signals: bool = True,
-                 engine_class: type[EngineClient] = EngineClient, others: Sequence[tuple[Settings, Tokenizer | None]] = ()):
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        *,
+        tokenizer: Tokenizer | None,
+        signals: bool = True,
+        engine_class: type[EngineClient] = EngineClient,
+        others: Sequence[tuple[Settings, Tokenizer | None]] = (),
+    ):
         """`others`: further models, with settings and tokenizers of their own."""
         self.settings, self.listener = settings, listener
         self.fatal: EngineError | None = None
         self.signals = signals
-        services = [self.make_service(one, words, engine_class) for one, words in [(settings, tokenizer), *others]]
+        services = [
+            self.make_service(one, words, engine_class)
+            for one, words in [(settings, tokenizer), *others]
+        ]
         self.engines = [service.engine for service in services]
         self.service: Service | Fleet = services[0]
         if others:
             device = str(pick_device(settings.engine.get("device")))
-            self.service = Fleet(services, MemoryShares(len(services), device), lazy=settings.lazy, most=settings.max_loaded,
-                                 on_fatal=self.give_up)
+            self.service = Fleet(
+                services,
+                MemoryShares(len(services), device),
+                lazy=settings.lazy,
+                most=settings.max_loaded,
+                on_fatal=self.give_up,
+            )
         self.engine = self.service.engine
-        super().__init__(uvicorn.Config(create_app(self.service), log_config=None, access_log=False, server_header=False,
-                                        http=bounded_protocol(settings.connections),
-                                        timeout_graceful_shutdown=max(1, int(settings.drain)), lifespan="on"))
+        super().__init__(
+            uvicorn.Config(
+                create_app(self.service),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                http=bounded_protocol(settings.connections),
+                timeout_graceful_shutdown=max(1, int(settings.drain)),
+                lifespan="on",
+            )
+        )
 
-    def make_service(self, settings: Settings, tokenizer: Tokenizer | None, engine_class: type[EngineClient]) -> Service:
-        engine = engine_class(settings.model, settings.engine, max_queue=settings.max_queue, timeout=settings.timeout,
-                              patience=settings.engine_timeout, on_change=tell, on_fatal=self.give_up)
+    def make_service(
+        self, settings: Settings, tokenizer: Tokenizer | None, engine_class: type[EngineClient]
+    ) -> Service:
+        engine = engine_class(
+            settings.model,
+            settings.engine,
+            max_queue=settings.max_queue,
+            timeout=settings.timeout,
+            patience=settings.engine_timeout,
+            on_change=tell,
+            on_fatal=self.give_up,
+        )
         return Service(settings, engine, tokenizer)
 
     def run_all(self) -> None:
@@ -67,7 +104,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # ours are set above: uvicorn's would end the process by the signal, even after a clean end
+        # ours are set above: uvicorn's would end the process by the signal, even after a clean end
+        yield
 
     def on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -77,7 +115,12 @@ class Server(uvicorn.Server):
                 if engine.process is not None:
                     engine.process.kill()
             os._exit(128 + number)
-        log("draining", signal=name, in_flight=self.engine.in_flight, at_most_seconds=self.settings.drain)
+        log(
+            "draining",
+            signal=name,
+            in_flight=self.engine.in_flight,
+            at_most_seconds=self.settings.drain,
+        )
         for engine in self.engines:
             if engine.state == "ready":
                 engine.state = "draining"
@@ -91,12 +134,16 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Before the model is loaded: a port that is taken should cost no minutes."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise OptionError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port") from error
+        raise OptionError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        ) from error
     return listener
 
 
@@ -105,8 +152,20 @@ def tell(event: str, facts: dict[str, Any]) -> None:
     if event != "engine_ready":
         log(event, **facts)
         return
-    memory = {f"{name}_gb": round(facts[f"{name}_bytes"] / 1e9, 3) for name in ("weight", "graph", "workspace", "kv")}
+    memory = {
+        f"{name}_gb": round(facts[f"{name}_bytes"] / 1e9, 3)
+        for name in ("weight", "graph", "workspace", "kv")
+    }
     model = {"model": facts["model"]} if "model" in facts else {}
-    log(event, **model, pid=facts["pid"], device=facts["device"], dtype=facts["dtype"], **memory,
-        kv_tokens=facts["blocks"] * facts["block_size"], context=facts["max_model_len"], seats=facts["max_num_seqs"],
-        prefix_cache=facts["prefix_cache"])
+    log(
+        event,
+        **model,
+        pid=facts["pid"],
+        device=facts["device"],
+        dtype=facts["dtype"],
+        **memory,
+        kv_tokens=facts["blocks"] * facts["block_size"],
+        context=facts["max_model_len"],
+        seats=facts["max_num_seqs"],
+        prefix_cache=facts["prefix_cache"],
+    )

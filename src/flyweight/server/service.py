@@ -1,4 +1,6 @@
-"""What stands behind the routes: a request of any kind becomes prompts, parameters and a format, and then a response."""
+"""What stands behind the routes: a request of any kind becomes prompts, parameters and a format,
+and then a response.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from flyweight.server.engine_client import EngineClient
 from flyweight.server.formats import ChatFormat, CompletionFormat, Format
 from flyweight.server.metrics import Metrics
 from flyweight.server.prompts import ChatPrompt, Prompts
-from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingFields
+from flyweight.server.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+)
 from flyweight.server.refusals import BadRequest, ClientGone, UnknownModel
 from flyweight.server.settings import Settings
 from flyweight.server.telling import Teller, ToldAnswer
@@ -96,36 +103,81 @@ class Service:
         model = self.check_model(body.model)
         warnings = await self.aside(body, lambda: body.check(strict=self.settings.strict))
         if body.max_tokens == 0 and not body.echo:
-            raise BadRequest("max_tokens must be at least 1, except with echo, where 0 judges the prompt", param="max_tokens")
-        self.engine.check_room(len(body.prompts), body.samples)  # before the work: there may be very many
-        prompts = await self.prompts.encode(body.prompts, special=body.add_special_tokens is not False, context=self.context)
+            raise BadRequest(
+                "max_tokens must be at least 1, except with echo, where 0 judges the prompt",
+                param="max_tokens",
+            )
+        # before the work: there may be very many
+        self.engine.check_room(len(body.prompts), body.samples)
+        prompts = await self.prompts.encode(
+            body.prompts, special=body.add_special_tokens is not False, context=self.context
+        )
         texts = [self.text_of(prompt) for prompt in body.prompts] if body.echo else []
-        more: dict[str, Any] = {"max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)}
+        more: dict[str, Any] = {
+            "max_tokens": DEFAULT_COMPLETION_TOKENS
+            if body.max_tokens is None
+            else max(1, body.max_tokens)
+        }
         if body.logprobs is not None:
-            more |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
+            more |= {"logprobs": body.logprobs} | (
+                {"prompt_logprobs": body.logprobs} if body.echo else {}
+            )
         form = CompletionFormat(body, prompts, texts, self.token_names)
         guide = body.guide
         grammar = await self.aside(body, lambda: guide.grammar(self.words)) if guide else None
-        return await self.generate(request, body, form, prompts, sampling(body, **more), model=model, warnings=warnings,
-                                   grammar=grammar)
+        return await self.generate(
+            request,
+            body,
+            form,
+            prompts,
+            sampling(body, **more),
+            model=model,
+            warnings=warnings,
+            grammar=grammar,
+        )
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         asked = await self.prepare(body)
         readers = [asked.plan.reader() for _ in range(body.samples)]
         form = ChatFormat(body, asked.prompt.tokens, self.token_names, readers)
-        return await self.generate(request, body, form, [asked.prompt.tokens], asked.params, model=asked.model,
-                                   warnings=asked.warnings, grammar=asked.plan.grammar)
+        return await self.generate(
+            request,
+            body,
+            form,
+            [asked.prompt.tokens],
+            asked.params,
+            model=asked.model,
+            warnings=asked.warnings,
+            grammar=asked.plan.grammar,
+        )
 
-    async def converse(self, request: Request, body: ChatRequest, teller: Callable[[str], Teller], *,
-                       warnings: Sequence[str] = (), media_type: str = EVENTS) -> Response:
-        """A chat whose answer is told in the words of another API; `teller` is made with the model's name."""
+    async def converse(
+        self,
+        request: Request,
+        body: ChatRequest,
+        teller: Callable[[str], Teller],
+        *,
+        warnings: Sequence[str] = (),
+        media_type: str = EVENTS,
+    ) -> Response:
+        """A chat whose answer is told in the words of another API; `teller` is made with the
+        model's name.
+        """
         asked = await self.prepare(body)
 
         def answer(ticket: Ticket) -> ToldAnswer:
             return ToldAnswer(ticket, asked.plan.reader(), teller(asked.model))
 
-        return await self.run(request, body, answer, [asked.prompt.tokens], asked.params, grammar=asked.plan.grammar,
-                              warnings=[*warnings, *asked.warnings], media_type=media_type)
+        return await self.run(
+            request,
+            body,
+            answer,
+            [asked.prompt.tokens],
+            asked.params,
+            grammar=asked.plan.grammar,
+            warnings=[*warnings, *asked.warnings],
+            media_type=media_type,
+        )
 
     async def prepare(self, body: ChatRequest) -> PreparedChat:
         model = self.check_model(body.model)
@@ -134,33 +186,68 @@ class Service:
         params = chat_sampling(body)
         prompt = await self.prompts.chat(body, context=self.context)
         plan = await self.aside(body, lambda: self.plan(body, prompt))
-        return PreparedChat(model, prompt, params, plan, [*warnings, *prompt.warnings, *plan.warnings])
+        return PreparedChat(
+            model, prompt, params, plan, [*warnings, *prompt.warnings, *plan.warnings]
+        )
 
     def plan(self, body: ChatRequest, prompt: ChatPrompt) -> AnswerPlan:
         thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
-        return plan_answer(body.chosen_tools, body.guide, self.words, form=self.tool_format, thinking=thinking,
-                           parallel=body.parallel_tool_calls is not False, free=body.endless)
+        return plan_answer(
+            body.chosen_tools,
+            body.guide,
+            self.words,
+            form=self.tool_format,
+            thinking=thinking,
+            parallel=body.parallel_tool_calls is not False,
+            free=body.endless,
+        )
 
     async def aside(self, body: SamplingFields, work: Callable[[], Result]) -> Result:
-        """Grammars and tools are read beside the event loop: they may be long, and are strangers'."""
+        """Grammars and tools are read beside the event loop: they are strangers', maybe long."""
         if not body.shaped:
             return work()
-        slow = BadRequest(f"the shape of the answer could not be read within {SHAPE_SECONDS:g} seconds; simplify it")
+        slow = BadRequest(
+            f"the shape of the answer could not be read within {SHAPE_SECONDS:g} seconds; simplify "
+            "it"
+        )
         return await self.prompts.threads.run(work, seconds=SHAPE_SECONDS, refusal=slow)
 
-    async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
-                       params: SamplingParams, *, model: str, warnings: list[str], grammar: str | None = None) -> Response:
+    async def generate(
+        self,
+        request: Request,
+        body: SamplingFields,
+        form: Format,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        model: str,
+        warnings: list[str],
+        grammar: str | None = None,
+    ) -> Response:
         def answer(ticket: Ticket) -> Answer:
             return Answer(body, ticket, form, model=model)
 
-        return await self.run(request, body, answer, prompts, params, warnings=warnings, grammar=grammar)
+        return await self.run(
+            request, body, answer, prompts, params, warnings=warnings, grammar=grammar
+        )
 
-    async def run(self, request: Request, body: SamplingFields, answer_of: Callable[[Ticket], Answer | ToldAnswer],
-                  prompts: Sequence[list[int]], params: SamplingParams, *, warnings: Sequence[str], grammar: str | None,
-                  media_type: str = EVENTS) -> Response:
+    async def run(
+        self,
+        request: Request,
+        body: SamplingFields,
+        answer_of: Callable[[Ticket], Answer | ToldAnswer],
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        warnings: Sequence[str],
+        grammar: str | None,
+        media_type: str = EVENTS,
+    ) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
         adapter = body.model if body.model in self.settings.adapters else None
-        ticket = self.engine.submit(prompts, params, schema=grammar, cache_salt=body.cache_salt, adapter=adapter)
+        ticket = self.engine.submit(
+            prompts, params, schema=grammar, cache_salt=body.cache_salt, adapter=adapter
+        )
         ticket.shows_cached = not self.settings.hide_cached_tokens
         events = None
         try:
@@ -185,13 +272,22 @@ class Service:
         ticket.shows_cached = True  # to the log
         measured = timings(ticket)
         request.state.facts.update(
-            prompt_tokens=sum(map(len, ticket.prompts)), completion_tokens=sum(sample.tokens for sample in ticket.samples),
-            finish_reason=",".join(sorted({str(sample.finish_reason) for sample in ticket.samples})),
-            **{name: measured.get(name) for name in ("cache_n", "queue_ms", "ttft_ms", "predicted_per_token_ms")})
+            prompt_tokens=sum(map(len, ticket.prompts)),
+            completion_tokens=sum(sample.tokens for sample in ticket.samples),
+            finish_reason=",".join(
+                sorted({str(sample.finish_reason) for sample in ticket.samples})
+            ),
+            **{
+                name: measured.get(name)
+                for name in ("cache_n", "queue_ms", "ttft_ms", "predicted_per_token_ms")
+            },
+        )
         if ticket.failure:
             request.state.facts["error"] = str(ticket.failure)
         if self.settings.log_prompts:
-            request.state.facts["prompts"] = [self.text_of(list(prompt)) for prompt in ticket.prompts]
+            request.state.facts["prompts"] = [
+                self.text_of(list(prompt)) for prompt in ticket.prompts
+            ]
         self.when_finished()
 
     def text_of(self, prompt: str | list[int]) -> str:
@@ -199,7 +295,11 @@ class Service:
             return prompt
         tokenizer = self.prompts.tokenizer
         size = len(tokenizer.inner) if tokenizer else 0
-        return tokenizer.fast.decode([t for t in prompt if t < size], skip_special_tokens=False) if tokenizer else ""
+        return (
+            tokenizer.fast.decode([t for t in prompt if t < size], skip_special_tokens=False)
+            if tokenizer
+            else ""
+        )
 
 
 def chat_sampling(body: ChatRequest) -> SamplingParams:
@@ -217,12 +317,15 @@ def sampling(body: SamplingFields, **more: Any) -> SamplingParams:
         return body.sampling(**more)
     except FlyweightError as error:
         name = str(error).split(" ", 1)[0]
-        raise BadRequest(str(error), param=name if name in type(body).model_fields else None) from error
+        raise BadRequest(
+            str(error), param=name if name in type(body).model_fields else None
+        ) from error
 
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive, ticket: Ticket) -> AsyncIterator[None]:
     """Fails the ticket as soon as the client hangs up."""
+
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -238,15 +341,29 @@ async def while_connected(receive: Receive, ticket: Ticket) -> AsyncIterator[Non
 class EventStream(Response):
     """Events, written as they come. A reader that does not read waits alone."""
 
-    def __init__(self, service: Service, request: Request, ticket: Ticket, events: AsyncIterator[bytes], headers: dict[str, str]):
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        ticket: Ticket,
+        events: AsyncIterator[bytes],
+        headers: dict[str, str],
+    ):
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+        )
         del self.headers["content-length"]
         self.service, self.request, self.ticket, self.events = service, request, ticket, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with while_connected(receive, self.ticket), asyncio.timeout(self.service.settings.timeout + GRACE):
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with (
+                while_connected(receive, self.ticket),
+                asyncio.timeout(self.service.settings.timeout + GRACE),
+            ):
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
                 async for part in self.events:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
@@ -256,8 +373,10 @@ class EventStream(Response):
             self.service.finish(self.request, self.ticket)
 
 
-def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Pure ASCII, because a message may quote what no encoder takes, such as half a surrogate pair."""
+def json_response(
+    content: Any, *, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Pure ASCII: a message may quote what no encoder takes, such as half a surrogate pair."""
     body = json.dumps(content, separators=(",", ":"))
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 

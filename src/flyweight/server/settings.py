@@ -12,22 +12,27 @@ from flyweight.server.connections import ConnectionLimits
 class Settings:
     model: str
     names: tuple[str, ...] = ()  # what clients call it; the model's own name if empty
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: open to everybody who reaches the port
-    allowed_hosts: tuple[str, ...] = ()  # names beside addresses and this machine's own that requests may call it by
+    # none: open to everybody who reaches the port
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # names beside addresses and this machine's own that requests may call it by
+    allowed_hosts: tuple[str, ...] = ()
     strict: bool = False  # refuse unknown fields instead of warning
     max_queue: int = 256  # samples that wait, beside those that run
     max_body: int = 8 << 20  # bytes of a request
     timeout: float = 600.0  # seconds from arrival to the last token
-    engine_timeout: float = 30.0  # seconds without progress of a step, or a sign of life, after which the engine is replaced
+    # seconds without progress of a step, or a sign of life, after which the engine is replaced
+    engine_timeout: float = 30.0
     drain: float = 120.0  # seconds that requests in flight get after SIGTERM
     allow_reset: bool = False  # /reset_prefix_cache without an API key
-    hide_cached_tokens: bool = False  # clients are not told how much of a prompt was in the prefix cache
+    # clients are not told how much of a prompt was in the prefix cache
+    hide_cached_tokens: bool = False
     log_prompts: bool = False
     connections: ConnectionLimits = field(default_factory=ConnectionLimits.of_this_process)
     tool_parser: str | None = None  # format of tool calls; None: as the chat template shows
     embeddings: str | None = None  # pooling of /v1/embeddings: mean or last; None: refused
     lazy: bool = False  # of several models, none is loaded before it is asked for
-    max_loaded: int | None = None  # of several models, so many at once; None: as many as there is room for
+    # of several models, so many at once; None: as many as there is room for
+    max_loaded: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
 
     @property

@@ -1,7 +1,9 @@
-"""An answer told in the words of another API: one sample, taken apart into pieces, whole or event by event.
+"""An answer told in the words of another API: one sample, taken apart into pieces, whole or event
+by event.
 
-`Answer` in `answer.py` does the same for the two older OpenAI endpoints, which may have many samples. The APIs that came later
-have one, and differ only in what they call things: each is a `Teller`.
+`Answer` in `answer.py` does the same for the two older OpenAI endpoints, which may have many
+samples. The APIs that came later have one, and differ only in what they call things: each is a
+`Teller`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Work that strangers' texts make, off the event loop and with a time limit.
 
-Each piece of work has a thread of its own, because one that is over its time is stopped by an exception from outside,
-which may arrive a moment after its end: then it must find nobody else's work there. Python code (a chat template) stops
-at its next instruction; a library's own code (a tokenizer) goes on to its end, and keeps its place among `AT_ONCE`
-until then.
+Each piece of work has a thread of its own, because one that is over its time is stopped by an
+exception from outside, which may arrive a moment after its end: then it must find nobody else's
+work there. Python code (a chat template) stops at its next instruction; a library's own code (a
+tokenizer) goes on to its end, and keeps its place among `AT_ONCE` until then.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ class Threads:
         self.places = asyncio.Semaphore(AT_ONCE)
 
     async def run(self, work: Callable[[], Result], *, seconds: float, refusal: Refusal) -> Result:
-        """Its result or its exception; after so many seconds the refusal, whether it has stopped or not."""
+        """Its result or its exception; after so many seconds the refusal, whether it has stopped or
+        not.
+        """
         try:
             async with asyncio.timeout(seconds):
                 await self.places.acquire()
         except TimeoutError:
-            raise QueueFull("too many long prompts are being read at once; try again later", retry_after=5) from None
+            raise QueueFull(
+                "too many long prompts are being read at once; try again later", retry_after=5
+            ) from None
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
@@ -66,4 +70,6 @@ class Threads:
 
 def stop(thread: threading.Thread) -> None:
     if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
+        )

@@ -1,7 +1,8 @@
-"""One HTTP request's way through the engine: its prompts submitted, their deltas collected until somebody reads them.
+"""One HTTP request's way through the engine: its prompts submitted, their deltas collected until
+somebody reads them.
 
-The engine never waits for a reader. A slow one finds more deltas in its ticket the next time it looks, and what it can
-leave there is bounded by the length of its own answer.
+The engine never waits for a reader. A slow one finds more deltas in its ticket the next time it
+looks, and what it can leave there is bounded by the length of its own answer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Ticket:
         self.changed.set()
 
     def fail(self, failure: Refusal) -> None:
-        """End it: the reader gets what has come, then this. The first failure is the one that counts."""
+        """End it: the reader gets what has come, then this. The first failure is the one that
+        counts.
+        """
         if self.failure is None and self.unfinished:
             self.failure = failure
             self.changed.set()

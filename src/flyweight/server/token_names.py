@@ -1,4 +1,6 @@
-"""What single tokens are called in logprobs: their text and their bytes, which may be part of a character."""
+"""What single tokens are called in logprobs: their text and their bytes, which may be part of a
+character.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import math
 import re
 from typing import Any
 
+from flyweight.engine.byte_level import byte_alphabet
 from flyweight.engine.request import TokenLogprob
 from flyweight.engine.tokenizer import BROKEN, Tokenizer
 
@@ -14,18 +17,12 @@ BYTES = "bytes:"  # begins the name of a token that is part of a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-@functools.cache
-def byte_alphabet() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with: printable ones are themselves, the others follow from U+0100."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
 class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self.anchor = tokenizer.inner.encode("a", add_special_tokens=False)[-1:] if tokenizer else []
+        self.anchor = (
+            tokenizer.inner.encode("a", add_special_tokens=False)[-1:] if tokenizer else []
+        )
         self.name = functools.lru_cache(maxsize=200_000)(self._name)
 
     def text(self, token: int) -> str:
@@ -54,20 +51,36 @@ class TokenNames:
         return {"token": text, "logprob": finite(logprob), "bytes": list(content)}
 
     def chat(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        return {"content": [self.entry(item.token_id, item.logprob)
-                            | {"top_logprobs": [self.entry(token, value) for token, value in item.top.items()]}
-                            for item in logprobs], "refusal": None}
+        return {
+            "content": [
+                self.entry(item.token_id, item.logprob)
+                | {"top_logprobs": [self.entry(token, value) for token, value in item.top.items()]}
+                for item in logprobs
+            ],
+            "refusal": None,
+        }
 
-    def completion(self, logprobs: list[TokenLogprob | None], tokens: list[int], offset: int) -> dict[str, Any]:
-        """`offset` is that of the first token in the text; a token without logprob (a prompt's first) has null."""
+    def completion(
+        self, logprobs: list[TokenLogprob | None], tokens: list[int], offset: int
+    ) -> dict[str, Any]:
+        """`offset` is that of the first token in the text; a token without logprob (a prompt's
+        first) has null.
+        """
         texts = [self.text(token) for token in tokens]
         offsets = [offset]
         for text in texts:
             offsets.append(offsets[-1] + (0 if text.startswith(BYTES) else len(text)))
         return {
-            "tokens": texts, "token_logprobs": [item and finite(item.logprob) for item in logprobs],
-            "top_logprobs": [item and {self.text(token): finite(value) for token, value in
-                                       [*item.top.items(), (item.token_id, item.logprob)]} for item in logprobs],
+            "tokens": texts,
+            "token_logprobs": [item and finite(item.logprob) for item in logprobs],
+            "top_logprobs": [
+                item
+                and {
+                    self.text(token): finite(value)
+                    for token, value in [*item.top.items(), (item.token_id, item.logprob)]
+                }
+                for item in logprobs
+            ],
             "text_offset": offsets[:-1],
         }
 

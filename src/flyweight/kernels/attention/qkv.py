@@ -182,7 +182,7 @@ def qkv_attention(
         | shape.defines
         | {"HEAD_CTAS": ctas, "SHORTEST": SHORTEST}
         | eight_bit_defines(cache)
-        | (adapted.defines(tiles, shape.kv_heads * ctas) if adapted else {})
+        | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")

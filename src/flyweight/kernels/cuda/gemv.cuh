@@ -35,7 +35,7 @@
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
-// LoRA adapters of one row are added by a warp of their own: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
+// LoRA adapters of one row: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
 // STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
@@ -422,6 +422,9 @@ template <typename TileAt, typename Early>
 DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int index, int workers,
                    Slice whole = slice_at(0), float* mail = nullptr) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if ADAPTER_RANK
+  if (threadIdx.x == 0) sh.adapter.index = index, sh.adapter.workers = workers;
+#endif
   begin_linear(sh);
 #if ADAPTER_RANK
   if (warp >= WARPS + !OWN_COPIES) {

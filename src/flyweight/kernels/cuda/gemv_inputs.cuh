@@ -55,6 +55,10 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
   for (int i = 0; i < (INDEXED ? PER_LANE : 0); i++)
     places[i] = ((const uint4*)a.channel_scale)[min((i * WARPS + part) * 32 + lane, KDIM / 8 - 1)];
   float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
+#if ADAPTER_RANK
+  LowProducts low(sh.adapter, a, warp, lane);
+  low.fetch();
+#endif
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
@@ -89,6 +93,9 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
       for (int j = 0; j < 8; j++) most = largest(most, fabsf(v[i][j]));
     }
   }
+#if ADAPTER_RANK
+  low.multiply(v);  // all CTAs wait for it
+#endif
   if (NORM) squares = warp_sum(squares);
   if (QUANTIZED) most = warp_largest(most);
   if (lane == 0) sh.row_stats[row][part] = make_float2(squares, most);

@@ -28,7 +28,7 @@ template <typename TileAt> struct Rounds {
   DEVICE void begin(int first) {
     o = {};
     const int i = threadIdx.x;
-    o.token = i % ROWS, o.row = i / ROWS % OUTPUTS, o.slot = i / ROWS / OUTPUTS;
+    o.token = i % ROWS, o.row = i / ROWS % OUTPUTS, o.slot = i / ROWS / OUTPUTS * (1 + PART_TILES);
     const Tile tile = place_of(tile_at(first + o.slot));
     const int n = tile.outputs * OUTPUTS + o.row;
     o.index = (tile.row + o.token) * WIDTH + n;
@@ -36,11 +36,12 @@ template <typename TileAt> struct Rounds {
     if (o.mine) fetch_ends(o, a, tile);
   }
   DEVICE void end(LinearShared& sh, int first, int last) {
-    static_assert(SLICES > 1 || SLOTS * OUTPUTS * ROWS <= THREADS, "one output a thread");
+    static_assert(SLICES > 1 || SLOTS / (1 + PART_TILES) * OUTPUTS * ROWS <= THREADS, "one output a thread");
+    static_assert(!APART || (SLOTS % 2 == 0 && !BALANCED), "gate and up end together");
     if (!o.mine || (BALANCED && first + o.slot >= last)) return;
     Sum sums[2];
 #pragma unroll
-    for (int half = 0; half < PARTS; half++) sums[half] = add_partials<Sum>(sh, o.slot, o.row + 8 * half, o.token);
+    for (int half = 0; half < PARTS; half++) sums[half] = add_partials<Sum>(sh, o.slot + half * PART_TILES, o.row + half * PART_ROWS, o.token);
 #if BALANCED
     const bool given = first + o.slot == 0 && slice.skipped, shared = first + o.slot + 1 == count && slice.last < TILE_STAGES;
 #pragma unroll
@@ -56,10 +57,10 @@ template <typename TileAt> struct Rounds {
 #pragma unroll
     for (int half = 0; half < PARTS; half++) v[half] = __fmul_rn((float)sums[half], QUANTIZED ? factor * o.scale[half] : factor);
 #if ADAPTER_RANK
-    barrier_wait(&sh.adapter.ready, 0);
     const float inverse = NORM ? inverse_norm(sh, o.token, a.epsilon) : 1.f;
+    barrier_wait(&sh.adapter.ready, 0);
 #pragma unroll
-    for (int half = 0; half < PARTS; half++) v[half] += inverse * sh.adapter.added[(first + o.slot) * 16 + o.row + 8 * half];
+    for (int half = 0; half < PARTS; half++) v[half] += inverse * sh.adapter.added[(first + o.slot + half * PART_TILES) * 16 + o.row + half * PART_ROWS];
 #endif
     write_output(o, v, a.y);
   }

@@ -2,6 +2,9 @@
 #ifndef ADAPTER_RANK
 #define ADAPTER_RANK 0
 #endif
+#ifndef APART
+#define APART 0  // gate and up lie whole tiles apart, half of all; a CTA then has both of a pair, one after the other
+#endif
 // What a linear is made of, as the host gives it; pointers to what its format or its call has not are null.
 struct Linear {
   const u8* weights;
@@ -27,8 +30,10 @@ struct Tile {
 DEVICE Tile place_of(int tile) { return {tile, tile, 0}; }
 DEVICE Tile place_of(Tile tile) { return tile; }
 
-constexpr int OUTPUTS = GATE_UP ? 8 : 16, WIDTH = GATE_UP ? NDIM / 2 : NDIM;
-constexpr int PARTS = GATE_UP ? 2 : 1;  // sums that make an output: gate and up lie 8 rows apart
+constexpr int OUTPUTS = GATE_UP && !APART ? 8 : 16, WIDTH = GATE_UP ? NDIM / 2 : NDIM;
+constexpr int PARTS = GATE_UP ? 2 : 1;  // sums that make an output: gate and up lie 8 rows apart, or in two tiles
+constexpr int PART_ROWS = APART ? 0 : 8, PART_TILES = APART ? 1 : 0;  // from one to the other, in a CTA
+static_assert(!APART || (GATE_UP && NDIM % 32 == 0), "whole tiles of gate and of up");
 
 // An output, and what its end needs from memory.
 struct Output {
@@ -40,7 +45,7 @@ DEVICE void fetch_ends(Output& o, const Linear& a, Tile tile) {
   if (EPILOGUE == RESIDUAL) o.residual = to_float(a.residual[o.index]);
 #pragma unroll
   for (int half = 0; half < PARTS; half++) {
-    const int channel = tile.weights * 16 + 8 * half + o.row;
+    const int channel = tile.weights * 16 + half * (APART ? NDIM / 2 : 8) + o.row;
     if (BIAS) o.bias[half] = to_float(a.bias[channel]);
     if (QUANTIZED) o.scale[half] = a.channel_scale[channel];
   }

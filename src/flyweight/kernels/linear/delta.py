@@ -7,8 +7,8 @@ device: one launch serves any mix of adapters and of rows without one, so captur
 capture of their own. Projections that are one linear here (q/k/v, gate/up) have an A each and the
 columns of B that belong to them.
 
-One row of tiles is added to by a warp of the linear's own kernel (`AdaptedRow`, gemv_delta.cuh), so
-that a step has no launch more. Of several rows the result goes into the linear as its residual
+One row of tiles is added to by the linear's own kernel (`AdaptedRow`, gemv_delta.cuh), so that a
+step has no launch more. Of several rows the result goes into the linear as its residual
 (`FusedLinear.project`), before any activation: then no kernel of a format knows of adapters. Few of
 them go through delta.cu on a GPU; everything else is two products by torch.
 """
@@ -35,7 +35,8 @@ THREADS = 256
 MOST_VECTORS = 16  # of 8 inputs that a thread of delta.cu holds
 MOST_PARTS = 3
 MOST_RANK = 64  # of gemv_delta.cuh: one warp does all that is added to a CTA's outputs
-MOST_SPLITS = 8  # of the inputs of a rank
+MOST_WARPS = 16  # of a thread block that multiplies: each leaves its part of A x
+MOST_HELD = 2048  # bytes of B in shared memory, which the ring of weights would have otherwise
 
 
 class Delta:
@@ -56,10 +57,10 @@ class Delta:
 
     @functools.cached_property
     def words(self) -> Tensor:
-        """Where thread blocks of one launch leave their parts of A x. All ones: nothing is there,
-        a NaN that no arithmetic makes.
+        """Where the warps of one launch leave their parts of A x. All ones: nothing is there, a NaN
+        that no arithmetic makes.
         """
-        count = self.a.shape[1] * self.a.shape[2] * MOST_SPLITS
+        count = self.a.shape[1] * self.a.shape[2] * MOST_WARPS
         empty = torch.full((count,), -1, dtype=torch.int32, device=self.a.device)
         return empty.view(torch.float32)
 
@@ -196,27 +197,35 @@ class AdaptedRow:
     def lows(self) -> int:
         return self.delta.a.shape[1] * self.delta.a.shape[2]
 
-    def shared_bytes(self, tiles: int) -> int:
-        return 4 * (self.lows + 16 * tiles) + 16
+    def held_bytes(self, tiles: int) -> int:
+        """Of B in shared memory, for all outputs of a thread block; 0: it is read from memory."""
+        found = self.delta.a.shape[2] * tiles * 32
+        return found if found <= MOST_HELD else 0
 
-    def splits(self, workers: int) -> int:
-        """As many pieces of the inputs as thread blocks can take one each."""
-        found = MOST_SPLITS
+    def shared_bytes(self, tiles: int) -> int:
+        return 4 * (self.lows + 16 * tiles) + max(16, self.held_bytes(tiles)) + 48
+
+    def splits(self, warps: int, workers: int) -> int:
+        """Thread blocks that share a rank, some warps of each; they have one rank each if that is
+        possible.
+        """
+        found = warps
         while found > 1 and found * self.lows > workers:
             found //= 2
         return found
 
-    def defines(self, tiles: int, workers: int) -> dict[str, int]:
+    def defines(self, tiles: int, warps: int, workers: int) -> dict[str, int]:
         """For thread blocks of up to so many tiles, of which so many have some."""
         ends = self.delta.ends
         parts = len(ends) - 1
         return {
             "ADAPTER_RANK": self.delta.a.shape[2],
             "ADAPTER_PARTS": parts,
-            "ADAPTER_SPLITS": self.splits(workers),
+            "ADAPTER_SPLITS": self.splits(warps, workers),
             "ADAPTER_END1": ends[1],
             "ADAPTER_END2": ends[min(2, parts)],
             "ADAPTER_TILES": tiles,
+            "ADAPTER_HELD": int(self.held_bytes(tiles) > 0),
         }
 
     @property

@@ -58,11 +58,13 @@ class PackedInput:
 @dataclass(frozen=True)
 class Handover:
     """How gate/up hands its result to down: into `to`, or as gate and up, whose activation (`late`)
-    down applies itself.
+    down applies itself. `apart`: gate/up applies it in its own kernel, though the two are halves of
+    its weight.
     """
 
     to: PackedInput | None = None
     late: str | None = None
+    apart: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +141,10 @@ class FusedLinear:
         """Whether `project_row` takes so many rows, and gate and up of that activation."""
         return False
 
+    def gates_apart(self, rows: int, activation: str) -> bool:
+        """Whether `project_row` ends with act(gate) · up, of which this weight holds the halves."""
+        return False
+
     def project_row(
         self,
         x: Tensor,
@@ -147,10 +153,11 @@ class FusedLinear:
         norm: Norm | None = None,
         residual: Tensor | None = None,
         gated: str | None = None,
+        apart: str | None = None,
         adapted: Any = None,
     ) -> Tensor:
         """`project` of one row, which has an adapter (`delta.AdaptedRow`), or is gate and up that
-        the activation `gated` makes x of.
+        the activation `gated` makes x of, or ends with the activation `apart` of gate and up.
         """
         raise NotImplementedError
 

@@ -49,10 +49,13 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class OneRow:
-    """What one row may have besides: an adapter, or gate and up for x, which `gated` multiplies."""
+    """What one row may have besides: an adapter, gate and up for x, which `gated` multiplies, or
+    gate and up for outputs, halves of the weight, which `apart` multiplies.
+    """
 
     adapted: AdaptedRow | None = None
     gated: str | None = None
+    apart: str | None = None
 
 
 PLAIN_ROW = OneRow()
@@ -327,10 +330,13 @@ def multiply(
     adapted = one.adapted
     rows = x.shape[0]
     device = gpu.of(x.device)
-    out = weight.empty_result(rows, x.device) if out is None else out
+    pair = 2 if one.apart else 1  # tiles that end together
+    if out is None:
+        out = weight.empty_result(rows, x.device)[:, : weight.width // pair]
     grid = device.processors
     balanced = is_balanced(weight.matrix, device)
-    tiles = math.ceil(weight.matrix.tiles / grid) + balanced
+    runs = weight.matrix.tiles // pair
+    tiles = math.ceil(runs / grid) * pair + balanced
     more = adapted.shared_bytes(tiles) if adapted else 0
     chosen = fitting_plan(weight.matrix, rows, device, tiles=tiles, more=more, alone=alone)
     if chosen is None:
@@ -338,7 +344,12 @@ def multiply(
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory"
         )
     flags = defines(
-        weight, rows, chosen, device, norm=norm is not None, epilogue=weight.epilogue(residual)
+        weight,
+        rows,
+        chosen,
+        device,
+        norm=norm is not None,
+        epilogue=one.apart or weight.epilogue(residual),
     )
     mail = None
     if balanced and not chosen.in_registers:
@@ -346,8 +357,10 @@ def multiply(
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
+    if one.apart is not None:
+        flags["APART"] = 1
     if adapted is not None:
-        flags |= adapted.defines(tiles, min(weight.matrix.tiles, grid))
+        flags |= adapted.defines(tiles, chosen.warps, min(runs, grid))
     kernel = jit.load("gemv.cu", defines=flags).kernel("gemv")
     args = (
         weight.weights,

@@ -148,6 +148,12 @@ class TiledLinear(FusedLinear):
         ready = ready and weight.order is None
         return ready and self.choose(rows, norm=True, residual=True).kernel == "gemv"
 
+    def gates_apart(self, rows: int, activation: str) -> bool:
+        weight = self.weight
+        whole = weight.out_features % 32 == 0 and weight.bias is None
+        balanced = gemv.is_balanced(weight.matrix, gpu.of(weight.weights.device))
+        return self.adapts(rows, activation) and whole and not balanced
+
     def project_row(
         self,
         x: Tensor,
@@ -156,6 +162,7 @@ class TiledLinear(FusedLinear):
         norm: Norm | None = None,
         residual: Tensor | None = None,
         gated: str | None = None,
+        apart: str | None = None,
         adapted: AdaptedRow | None = None,
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
@@ -168,7 +175,7 @@ class TiledLinear(FusedLinear):
             target,
             norm=norm and norm.folded,
             residual=added,
-            one=gemv.OneRow(adapted, gated),
+            one=gemv.OneRow(adapted, gated, apart),
         )
         return y.view(*x.shape[:-1], -1) if out is None else out
 

@@ -12,7 +12,15 @@ from flyweight.server.counts import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, at_m
 from flyweight.server.protocol import ChatRequest, Loose, Parts, Stops
 from flyweight.server.refusals import BadRequest, UnsupportedField
 
-HARMLESS = {"metadata", "service_tier", "container", "context_management", "mcp_servers", "betas", "inference_geo"}
+HARMLESS = {
+    "metadata",
+    "service_tier",
+    "container",
+    "context_management",
+    "mcp_servers",
+    "betas",
+    "inference_geo",
+}
 Content = str | Parts
 
 
@@ -38,11 +46,19 @@ class CountRequest(Loose):
     """What a prompt is made of."""
 
     model: str | None = Field(None, description="A served name; may be left out.")
-    messages: Annotated[list[AnthropicMessage], FIRST_ERROR, at_most(MOST_MESSAGES)] = Field(min_length=1, description="Texts, calls of tools and their results.")
+    messages: Annotated[list[AnthropicMessage], FIRST_ERROR, at_most(MOST_MESSAGES)] = Field(
+        min_length=1, description="Texts, calls of tools and their results."
+    )
     system: Content | None = Field(None, description="Instructions before the conversation.")
-    tools: Annotated[list[AnthropicTool], FIRST_ERROR, at_most(MOST_TOOLS)] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: dict[str, Any] | None = Field(None, description="auto, any, none, or tool with a name.")
-    thinking: Thinking | None = Field(None, description="Switches thinking on or off where the model's template can.")
+    tools: Annotated[list[AnthropicTool], FIRST_ERROR, at_most(MOST_TOOLS)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: dict[str, Any] | None = Field(
+        None, description="auto, any, none, or tool with a name."
+    )
+    thinking: Thinking | None = Field(
+        None, description="Switches thinking on or off where the model's template can."
+    )
 
 
 class MessagesRequest(CountRequest):
@@ -52,7 +68,9 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
-    output_config: dict[str, Any] | None = Field(None, description="effort, and format with a JSON schema.")
+    output_config: dict[str, Any] | None = Field(
+        None, description="effort, and format with a JSON schema."
+    )
 
 
 def chat_of(body: CountRequest) -> tuple[ChatRequest, list[str]]:
@@ -73,14 +91,27 @@ def chat_of(body: CountRequest) -> tuple[ChatRequest, list[str]]:
 
 def sampling_of(body: MessagesRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream, "temperature": body.temperature,
-        "top_p": body.top_p, "top_k": body.top_k,
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
     }
     config = body.output_config or {}
     if form := config.get("format"):
-        if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-            raise BadRequest("output_config.format is a json_schema with a schema", param="output_config")
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+        if (
+            not isinstance(form, dict)
+            or form.get("type") != "json_schema"
+            or not isinstance(form.get("schema"), dict)
+        ):
+            raise BadRequest(
+                "output_config.format is a json_schema with a schema", param="output_config"
+            )
+        fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"schema": form["schema"]},
+        }
     if effort := config.get("effort"):
         fields["reasoning_effort"] = effort
     return fields
@@ -88,9 +119,20 @@ def sampling_of(body: MessagesRequest) -> dict[str, Any]:
 
 def tool_of(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise UnsupportedField(f"tools of type {tool.type!r} are not supported: this server runs none of its own", param="tools")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+        raise UnsupportedField(
+            f"tools of type {tool.type!r} are not supported: this server runs none of its own",
+            param="tools",
+        )
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {
+        "type": "function",
+        "function": {name: value for name, value in function.items() if value is not None},
+    }
 
 
 def choice_of(choice: dict[str, Any] | None) -> dict[str, Any]:
@@ -98,12 +140,19 @@ def choice_of(choice: dict[str, Any] | None) -> dict[str, Any]:
         return {}
     kind = choice.get("type")
     wanted: dict[Any, Any] = {
-        "auto": "auto", "any": "required", "none": "none",
+        "auto": "auto",
+        "any": "required",
+        "none": "none",
         "tool": {"type": "function", "function": {"name": choice.get("name")}},
     }
     if kind not in wanted:
-        raise BadRequest(f"tool_choice is of type auto, any, tool or none, not {kind!r}", param="tool_choice")
-    return {"tool_choice": wanted[kind], "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}
+        raise BadRequest(
+            f"tool_choice is of type auto, any, tool or none, not {kind!r}", param="tool_choice"
+        )
+    return {
+        "tool_choice": wanted[kind],
+        "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
+    }
 
 
 def messages_of(body: CountRequest) -> list[dict[str, Any]]:
@@ -128,9 +177,14 @@ def assistant_message(blocks: list[dict[str, Any]]) -> dict[str, Any]:
         if kind == "text":
             message["content"] += field_of(block, "text")
         elif kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + field_of(block, "thinking")
+            message["reasoning_content"] = message.get("reasoning_content", "") + field_of(
+                block, "thinking"
+            )
         elif kind == "tool_use":
-            function = {"name": field_of(block, "name"), "arguments": json.dumps(block.get("input") or {})}
+            function = {
+                "name": field_of(block, "name"),
+                "arguments": json.dumps(block.get("input") or {}),
+            }
             calls.append({"id": field_of(block, "id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             raise unsupported(kind)
@@ -151,7 +205,9 @@ def user_messages(blocks: list[dict[str, Any]], role: str) -> list[dict[str, Any
             content = text_of(block.get("content") or "", "tool_result")
             if block.get("is_error"):
                 content = f"Error: {content}"
-            messages.append({"role": "tool", "tool_call_id": field_of(block, "tool_use_id"), "content": content})
+            messages.append(
+                {"role": "tool", "tool_call_id": field_of(block, "tool_use_id"), "content": content}
+            )
         else:
             raise unsupported(kind)
     return messages
@@ -171,9 +227,13 @@ def text_of(content: Any, where: str) -> str:
 def field_of(block: dict[str, Any], name: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise BadRequest(f"a block of type {block.get('type')!r} needs {name!r}, a text", param="messages")
+        raise BadRequest(
+            f"a block of type {block.get('type')!r} needs {name!r}, a text", param="messages"
+        )
     return value
 
 
 def unsupported(kind: Any) -> UnsupportedField:
-    return UnsupportedField(f"content of type {kind!r} is not supported: this model reads text only", param="messages")
+    return UnsupportedField(
+        f"content of type {kind!r} is not supported: this model reads text only", param="messages"
+    )

@@ -13,14 +13,21 @@ from flyweight.server.fleet import Fleet
 from flyweight.server.service import Service, json_response
 
 
-def add_anthropic(app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]) -> None:
+def add_anthropic(
+    app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]
+) -> None:
     @app.post("/v1/messages", responses=responses, response_class=Response, tags=["Anthropic"])
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """The next message of a conversation, as Anthropic's API says it."""
         chat, warnings = chat_of(body)
         return await service.converse(request, chat, MessagesTeller, warnings=warnings)
 
-    @app.post("/v1/messages/count_tokens", responses=responses, response_class=Response, tags=["Anthropic"])
+    @app.post(
+        "/v1/messages/count_tokens",
+        responses=responses,
+        response_class=Response,
+        tags=["Anthropic"],
+    )
     async def count_tokens(body: CountRequest) -> Response:
         """How many tokens the prompt of such a message has."""
         chat, _ = chat_of(body)

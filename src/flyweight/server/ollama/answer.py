@@ -78,10 +78,14 @@ def ending_fields(ending: Ending) -> dict[str, Any]:
     """Times are nanoseconds."""
     measured = ending.timings
     return {
-        "done": True, "done_reason": "length" if ending.reason == "length" else "stop",
-        "total_duration": nanoseconds(measured.get("total_ms")), "load_duration": 0,
-        "prompt_eval_count": ending.usage.prompt, "prompt_eval_duration": nanoseconds(measured.get("prompt_ms")),
-        "eval_count": ending.usage.answer, "eval_duration": nanoseconds(measured.get("predicted_ms")),
+        "done": True,
+        "done_reason": "length" if ending.reason == "length" else "stop",
+        "total_duration": nanoseconds(measured.get("total_ms")),
+        "load_duration": 0,
+        "prompt_eval_count": ending.usage.prompt,
+        "prompt_eval_duration": nanoseconds(measured.get("prompt_ms")),
+        "eval_count": ending.usage.answer,
+        "eval_duration": nanoseconds(measured.get("predicted_ms")),
     }
 
 

@@ -13,26 +13,58 @@ from flyweight.server.protocol import ChatRequest, Items, Loose, Texts, TokenIds
 from flyweight.server.refusals import UnsupportedField
 
 OPTIONS = {  # their name → ours
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed", "stop": "stop",
-    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
     "num_predict": "max_tokens",
 }
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # options that would change an answer → the values that change nothing
-    "mirostat": (None, 0), "typical_p": (None, 1.0), "tfs_z": (None, 1.0),
+# options that would change an answer → the values that change nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "mirostat": (None, 0),
+    "typical_p": (None, 1.0),
+    "tfs_z": (None, 1.0),
 }
 SERVERS = {  # what the one who starts the server decides
-    "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "low_vram", "num_keep",
-    "f16_kv", "vocab_only", "repeat_last_n", "penalize_newline", "mirostat_tau", "mirostat_eta",
+    "num_ctx",
+    "num_batch",
+    "num_gpu",
+    "main_gpu",
+    "num_thread",
+    "numa",
+    "use_mmap",
+    "use_mlock",
+    "low_vram",
+    "num_keep",
+    "f16_kv",
+    "vocab_only",
+    "repeat_last_n",
+    "penalize_newline",
+    "mirostat_tau",
+    "mirostat_eta",
 }
 
 
 class OllamaFields(Loose):
     model: str = Field(description="A served name, with or without :latest.")
-    stream: bool | None = Field(None, description="Lines of JSON while the answer comes; on unless false.")
+    stream: bool | None = Field(
+        None, description="Lines of JSON while the answer comes; on unless false."
+    )
     format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema.")
-    options: dict[str, Any] | None = Field(None, description="temperature, num_predict, seed, stop and so on.")
-    think: bool | str | None = Field(None, description="Whether, or how hard, to think, where the model's template can.")
-    keep_alive: float | str | None = Field(None, description="Accepted; the server decides what stays loaded.")
+    options: dict[str, Any] | None = Field(
+        None, description="temperature, num_predict, seed, stop and so on."
+    )
+    think: bool | str | None = Field(
+        None, description="Whether, or how hard, to think, where the model's template can."
+    )
+    keep_alive: float | str | None = Field(
+        None, description="Accepted; the server decides what stays loaded."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -46,7 +78,9 @@ class OllamaMessage(Loose):
 
 
 class OllamaChat(OllamaFields):
-    messages: Annotated[list[OllamaMessage], FIRST_ERROR, at_most(MOST_MESSAGES)] = Field([], description="The conversation.")
+    messages: Annotated[list[OllamaMessage], FIRST_ERROR, at_most(MOST_MESSAGES)] = Field(
+        [], description="The conversation."
+    )
     tools: Items | None = Field(None, description="Functions that the model may call.")
 
 
@@ -76,7 +110,9 @@ def chat_of(body: OllamaChat) -> tuple[ChatRequest, list[str]]:
 def generate_of(body: OllamaGenerate) -> tuple[ChatRequest, list[str]]:
     for name in ("suffix", "template", "context", "images"):
         if getattr(body, name):
-            raise UnsupportedField(f"{name} is not supported and would change the answer; leave it out", param=name)
+            raise UnsupportedField(
+                f"{name} is not supported and would change the answer; leave it out", param=name
+            )
     fields, warnings = common_fields(body)
     fields["messages"] = [{"role": "user", "content": body.prompt}]
     if body.system:
@@ -86,7 +122,9 @@ def generate_of(body: OllamaGenerate) -> tuple[ChatRequest, list[str]]:
 
 def common_fields(body: OllamaFields) -> tuple[dict[str, Any], list[str]]:
     if body.logprobs or body.top_logprobs:
-        raise UnsupportedField("logprobs are not supported here; /v1/chat/completions gives them", param="logprobs")
+        raise UnsupportedField(
+            "logprobs are not supported here; /v1/chat/completions gives them", param="logprobs"
+        )
     fields: dict[str, Any] = {"model": served_name(body.model), "stream": body.stream is not False}
     warnings = ignored_fields(body.model_extra or {})
     strangers: list[str] = []
@@ -94,7 +132,9 @@ def common_fields(body: OllamaFields) -> tuple[dict[str, Any], list[str]]:
         if name in OPTIONS:
             fields[OPTIONS[name]] = value
         elif name in NEUTRAL and value not in NEUTRAL[name]:
-            raise UnsupportedField(f"options.{name} is not supported and would change the answer", param="options")
+            raise UnsupportedField(
+                f"options.{name} is not supported and would change the answer", param="options"
+            )
         elif name not in NEUTRAL and name not in SERVERS:
             strangers.append(name)
     warnings += ignored_fields(strangers, "option")
@@ -119,12 +159,16 @@ def format_fields(form: str | dict[str, Any] | None) -> dict[str, Any]:
 
 def message_of(message: OllamaMessage) -> dict[str, Any]:
     if message.images:
-        raise UnsupportedField("images are not supported: this model reads text only", param="messages")
+        raise UnsupportedField(
+            "images are not supported: this model reads text only", param="messages"
+        )
     plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.thinking:
         plain["reasoning_content"] = message.thinking
     if message.tool_calls:
-        plain["tool_calls"] = [call_of(number, call) for number, call in enumerate(message.tool_calls)]
+        plain["tool_calls"] = [
+            call_of(number, call) for number, call in enumerate(message.tool_calls)
+        ]
     extra = message.model_extra or {}
     if "tool_name" in extra:
         plain["name"] = extra["tool_name"]
@@ -138,8 +182,11 @@ def call_of(number: int, call: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedField("a tool call needs a function", param="messages")
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return {"id": call.get("id") or f"call{number:05d}", "type": "function",
-            "function": {"name": function.get("name"), "arguments": text}}
+    return {
+        "id": call.get("id") or f"call{number:05d}",
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": text},
+    }
 
 
 def served_name(name: str) -> str:

@@ -40,19 +40,25 @@ class ResponseTeller:
 
     def begin(self, usage: Usage) -> bytes:
         response = self._response("in_progress", None)
-        return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
 
     def add(self, piece: Piece) -> bytes:
         kind = kind_of(piece)
         out = b""
         if isinstance(piece, Call) or self.open is None or self.open.kind != kind:
             out += self._close()
-            out += self._start(Block(kind, id=getattr(piece, "id", ""), name=getattr(piece, "name", "")))
+            out += self._start(
+                Block(kind, id=getattr(piece, "id", ""), name=getattr(piece, "name", ""))
+            )
         if isinstance(piece, Call):
             return out
         assert self.open is not None
         self.open.text += piece.text
-        return out + self._event(DELTAS[kind][0], **self._place(), **self._part_fields(), delta=piece.text)
+        return out + self._event(
+            DELTAS[kind][0], **self._place(), **self._part_fields(), delta=piece.text
+        )
 
     def end(self, ending: Ending) -> bytes:
         out = self._close()
@@ -61,17 +67,23 @@ class ResponseTeller:
 
     def fail(self, refusal: Refusal) -> bytes:
         error = {"code": refusal.code or "server_error", "message": str(refusal)}
-        return self._event("response.failed", response=self._response("failed", None) | {"error": error})
+        return self._event(
+            "response.failed", response=self._response("failed", None) | {"error": error}
+        )
 
-    # -- items ----------------------------------------------------------------------------------------------------
+    # -- items -------------------------------------------------------------------------------------
 
     def _start(self, block: Block) -> bytes:
         self.open = block
         item = item_of(block, "in_progress")
         self.items.append(item)
-        out = self._event("response.output_item.added", output_index=len(self.items) - 1, item=bare(item))
+        out = self._event(
+            "response.output_item.added", output_index=len(self.items) - 1, item=bare(item)
+        )
         if block.kind != "call":
-            out += self._event("response.content_part.added", **self._place(), content_index=0, part=part_of(block))
+            out += self._event(
+                "response.content_part.added", **self._place(), content_index=0, part=part_of(block)
+            )
         return out
 
     def _close(self) -> bytes:
@@ -83,11 +95,15 @@ class ResponseTeller:
             out = self._event(done, **self._place(), arguments=block.text, name=block.name)
         else:
             out = self._event(done, **self._place(), **self._part_fields(), text=block.text)
-            out += self._event("response.content_part.done", **self._place(), content_index=0, part=part_of(block))
+            out += self._event(
+                "response.content_part.done", **self._place(), content_index=0, part=part_of(block)
+            )
         self.items[-1] = item_of(block, "completed") | {"id": self.items[-1]["id"]}
         self.blocks.append(block)
         self.open = None
-        return out + self._event("response.output_item.done", output_index=len(self.items) - 1, item=self.items[-1])
+        return out + self._event(
+            "response.output_item.done", output_index=len(self.items) - 1, item=self.items[-1]
+        )
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
@@ -103,7 +119,7 @@ class ResponseTeller:
         self.sequence += 1
         return named_event(name, event)
 
-    # -- the object -----------------------------------------------------------------------------------------------
+    # -- the object --------------------------------------------------------------------------------
 
     def _finish(self, blocks: list[Block], ending: Ending) -> dict[str, Any]:
         cut = ending.reason == "length"
@@ -117,23 +133,47 @@ class ResponseTeller:
         body = self.body
         form = body.text.format if body.text and body.text.format else {"type": "text"}
         return {
-            "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model,
-            "output": list(self.items), "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": body.store is not False, "temperature": body.temperature, "top_p": body.top_p,
-            "text": {"format": form}, "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
-            "truncation": "disabled", "usage": usage_of(ending.usage) if ending else None, "background": False,
-            "metadata": (body.model_extra or {}).get("metadata") or {}, "user": (body.model_extra or {}).get("user"),
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "model": self.model,
+            "output": list(self.items),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": None,
+            },
+            "store": body.store is not False,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "text": {"format": form},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "truncation": "disabled",
+            "usage": usage_of(ending.usage) if ending else None,
+            "background": False,
+            "metadata": (body.model_extra or {}).get("metadata") or {},
+            "user": (body.model_extra or {}).get("user"),
         }
 
 
 def item_of(block: Block, status: str) -> dict[str, Any]:
     item: dict[str, Any] = {"id": f"{PREFIXES[block.kind]}_{uuid.uuid4().hex}", "status": status}
     if block.kind == "call":
-        return item | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+        return item | {
+            "type": "function_call",
+            "call_id": block.id,
+            "name": block.name,
+            "arguments": block.text,
+        }
     if block.kind == "thought":
         return item | {"type": "reasoning", "summary": [], "content": [part_of(block)]}
     return item | {"type": "message", "role": "assistant", "content": [part_of(block)]}
@@ -151,6 +191,10 @@ def part_of(block: Block) -> dict[str, Any]:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    return {"input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached},
-            "output_tokens": usage.answer, "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.prompt + usage.answer}
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.answer,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.answer,
+    }

@@ -15,12 +15,16 @@ from flyweight.server.service import Service, json_response
 from flyweight.server.telling import Block
 
 
-def add_responses(app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]) -> None:
+def add_responses(
+    app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]
+) -> None:
     store = ResponseStore()
 
     @app.post("/v1/responses", responses=responses, response_class=Response, tags=["responses"])
     async def create(body: ResponsesRequest, request: Request) -> Response:
-        """An answer as output items; kept in memory for a while, so that the next can go on from it."""
+        """An answer as output items; kept in memory for a while, so that the next can go on from
+        it.
+        """
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             before = store.get(body.previous_response_id, param="previous_response_id").messages
@@ -35,12 +39,16 @@ def add_responses(app: FastAPI, service: Service | Fleet, responses: dict[int | 
 
         return await service.converse(request, chat, teller, warnings=warnings)
 
-    @app.get("/v1/responses/{name}", responses=responses, response_class=Response, tags=["responses"])
+    @app.get(
+        "/v1/responses/{name}", responses=responses, response_class=Response, tags=["responses"]
+    )
     async def retrieve(name: str) -> Response:
         """One that is still in memory."""
         return json_response(store.get(name).response)
 
-    @app.delete("/v1/responses/{name}", responses=responses, response_class=Response, tags=["responses"])
+    @app.delete(
+        "/v1/responses/{name}", responses=responses, response_class=Response, tags=["responses"]
+    )
     async def delete(name: str) -> Response:
         """Forget it."""
         store.delete(name)
@@ -50,7 +58,14 @@ def add_responses(app: FastAPI, service: Service | Fleet, responses: dict[int | 
 def answer_messages(blocks: list[Block]) -> list[dict[str, Any]]:
     """The answer as the next prompt shows it; what was thought is not shown again."""
     words = "".join(block.text for block in blocks if block.kind == "text")
-    calls = [{"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
-             for block in blocks if block.kind == "call"]
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.text},
+        }
+        for block in blocks
+        if block.kind == "call"
+    ]
     message: dict[str, Any] = {"role": "assistant", "content": words}
     return [message | ({"tool_calls": calls} if calls else {})]

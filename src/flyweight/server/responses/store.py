@@ -34,8 +34,10 @@ class ResponseStore:
 
     def get(self, name: str, *, param: str | None = None) -> Stored:
         if name not in self.kept:
-            raise UnknownResponse(f"there is no response {name!r}: it was never stored, or newer ones took its place",
-                                  param=param)
+            raise UnknownResponse(
+                f"there is no response {name!r}: it was never stored, or newer ones took its place",
+                param=param,
+            )
         self.kept.move_to_end(name)
         return self.kept[name]
 

@@ -10,7 +10,9 @@ from flyweight.server.tools.mistral import Mistral
 from flyweight.server.tools.qwen_coder import QwenCoder
 
 Format = Harmony | Hermes | Llama | Mistral | QwenCoder
-FORMATS: dict[str, type[Format]] = {form.name: form for form in (Harmony, Hermes, Llama, Mistral, QwenCoder)}
+FORMATS: dict[str, type[Format]] = {
+    form.name: form for form in (Harmony, Hermes, Llama, Mistral, QwenCoder)
+}
 SIGNS = (  # in a chat template → the format of its family, the first that is found
     ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
@@ -22,7 +24,9 @@ SIGNS = (  # in a chat template → the format of its family, the first that is 
 
 
 def choose_format(template: str, wanted: str | None = None) -> Format | None:
-    """The format that a model's chat template speaks of, or the one asked for; None: no sign of any."""
+    """The format that a model's chat template speaks of, or the one asked for; None: no sign of
+    any.
+    """
     if wanted is not None and wanted not in FORMATS:
         raise OptionError(unknown("--tool-parser", wanted, FORMATS))
     name = wanted or next((name for sign, name in SIGNS if sign in template), None)

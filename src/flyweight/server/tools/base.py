@@ -1,7 +1,9 @@
-"""What the formats of tool calls share: text goes through, calls are taken out of it as they arrive.
+"""What the formats of tool calls share: text goes through, calls are taken out of it as they
+arrive.
 
-A format is how a family of models writes a call. Each file beside this one has two halves: a parser, which reads calls, and
-the words of a grammar (`grammar.py`), which makes sure that there is nothing else to read.
+A format is how a family of models writes a call. Each file beside this one has two halves: a
+parser, which reads calls, and the words of a grammar (`grammar.py`), which makes sure that there is
+nothing else to read.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class ToolParser:
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
 
-    # -- the states: each takes what it can from the front of the text and gives back the rest --------------------
+    # -- the states: each takes what it can from the front of the text and gives back the rest -----
 
     def _advance(self, text: str, last: bool) -> str:
         if self.state == "call":

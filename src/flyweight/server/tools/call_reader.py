@@ -1,7 +1,7 @@
 """One call written as a JSON object, read as it arrives: `{"name": "f", "arguments": {…}}`.
 
-The arguments are handed on character by character, so that a client sees a long one grow; the name comes first, and
-arguments that come before it wait. Nothing is parsed twice.
+The arguments are handed on character by character, so that a client sees a long one grow; the name
+comes first, and arguments that come before it wait. Nothing is parsed twice.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ class JSONValue:
 
     @property
     def complete(self) -> bool:
-        """The value has ended with its last character; numbers and words end only where something else begins."""
+        """The value has ended with its last character; numbers and words end only where something
+        else begins.
+        """
         return bool(self.text) and self.text[-1] in '}]"' and not self.quoted and not self.depth
 
 
 class CallReader:
-    """`name` is known before `take()` gives anything; `raw` is all that was read, for text that was no call after all."""
+    """`name` is known before `take()` gives anything; `raw` is all that was read, for text that was
+    no call after all.
+    """
 
     def __init__(self, name: str | None = None):
         """With a name only the arguments are read: a bare JSON value."""
@@ -129,7 +133,7 @@ class CallReader:
                 self._step_key(char)
 
     def _hand_on(self, char: str) -> None:
-        """Arguments go on at once if they are an object; what else they are is known at their end."""
+        """Arguments go on at once if they are an object; else what they are is known at the end."""
         if self.key in ARGUMENTS and self.value.text.startswith("{"):
             self.arguments_seen = True
             self.ready += char
@@ -138,7 +142,8 @@ class CallReader:
         text = self.value.text.strip()
         if self.key in ARGUMENTS and not text.startswith("{"):
             self.arguments_seen = True
-            inner = self._decode(text) if text.startswith('"') else text  # some models write JSON as a string
+            # some models write JSON as a string
+            inner = self._decode(text) if text.startswith('"') else text
             self.ready += inner if inner and inner != "null" else "{}"
         elif self.key == NAME:
             self.name = self._decode(text)

@@ -20,11 +20,15 @@ class ToolChoice:
     tools: list[dict[str, Any]] = field(default_factory=list)  # those that may be called
 
 
-def read_choice(choice: str | Mapping[str, Any] | None, functions: Sequence[dict[str, Any]]) -> ToolChoice:
+def read_choice(
+    choice: str | Mapping[str, Any] | None, functions: Sequence[dict[str, Any]]
+) -> ToolChoice:
     """`functions` are the tools as the API describes them."""
     tools = {check_name(function): function for function in functions}
     if len(tools) < len(functions) or len(tools) > MOST_TOOLS:
-        raise BadRequest(f"tools must be at most {MOST_TOOLS}, and no two of one name", param="tools")
+        raise BadRequest(
+            f"tools must be at most {MOST_TOOLS}, and no two of one name", param="tools"
+        )
     if choice is None:
         choice = "auto" if tools else "none"
     if choice in ("auto", "none"):
@@ -34,7 +38,10 @@ def read_choice(choice: str | Mapping[str, Any] | None, functions: Sequence[dict
     if choice == "required":
         return ToolChoice("required", list(tools.values()))
     if not isinstance(choice, Mapping):
-        raise BadRequest(f"tool_choice is auto, none, required or a function, not {choice!r}", param="tool_choice")
+        raise BadRequest(
+            f"tool_choice is auto, none, required or a function, not {choice!r}",
+            param="tool_choice",
+        )
     return choice_of_some(choice, tools)
 
 
@@ -44,10 +51,14 @@ def choice_of_some(choice: Mapping[str, Any], tools: Mapping[str, dict[str, Any]
         mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
         if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-            raise BadRequest("allowed_tools needs a mode (auto or required) and tools", param="tool_choice")
+            raise BadRequest(
+                "allowed_tools needs a mode (auto or required) and tools", param="tool_choice"
+            )
         return ToolChoice(mode, [find(named(item), tools) for item in listed])
     if choice.get("type", "function") != "function":
-        raise UnsupportedField(f"tool_choice of type {choice.get('type')!r} is not supported", param="tool_choice")
+        raise UnsupportedField(
+            f"tool_choice of type {choice.get('type')!r} is not supported", param="tool_choice"
+        )
     return ToolChoice("required", [find(named(choice), tools)])
 
 
@@ -55,7 +66,10 @@ def named(choice: Any) -> str:
     function = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise BadRequest("tool_choice names a function: {'type': 'function', 'function': {'name': …}}", param="tool_choice")
+        raise BadRequest(
+            "tool_choice names a function: {'type': 'function', 'function': {'name': …}}",
+            param="tool_choice",
+        )
     return name
 
 

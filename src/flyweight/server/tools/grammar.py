@@ -1,9 +1,11 @@
-"""Grammars for answers with tool calls: what comes before a call is free, the call itself fits the tool's schema.
+"""Grammars for answers with tool calls: what comes before a call is free, the call itself fits the
+tool's schema.
 
-    start:  thinking? (TEXT | TEXT opening calls)      tool_choice auto: free text, and from the opening on only a call
-    start:  thinking? opening calls                    required, or by name
+    start:  thinking? (TEXT | TEXT opening calls)   tool_choice auto: after the opening only a call
+    start:  thinking? opening calls                 required, or by name
 
-Where a marker such as `<tool_call>` is one token, free text cannot hold it; elsewhere a lazy rule ends the text at it.
+Where a marker such as `<tool_call>` is one token, free text cannot hold it; elsewhere a lazy rule
+ends the text at it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 class JSONArguments:
     """What formats share that write the arguments of a call as JSON."""
 
-    def argument_rules(self, name: str, schema: dict[str, Any], words: Words, *, strict: bool) -> list[str]:
+    def argument_rules(
+        self, name: str, schema: dict[str, Any], words: Words, *, strict: bool
+    ) -> list[str]:
         return [f"{name}: {json_rule(schema, lenient=not strict)}"]
 
 
@@ -36,7 +40,9 @@ class ToolFormat(Protocol):
     def parallel(self) -> bool:
         """Whether the model's template knows of several calls in one message."""
 
-    def argument_rules(self, name: str, schema: dict[str, Any], words: Words, *, strict: bool) -> list[str]:
+    def argument_rules(
+        self, name: str, schema: dict[str, Any], words: Words, *, strict: bool
+    ) -> list[str]:
         """The rule `name`, of the arguments of one function, and those that it needs."""
 
     def call_rule(self, name: str, arguments: str, words: Words) -> str:
@@ -60,9 +66,19 @@ def object_rule(name: str, key: str, arguments: str) -> str:
     return f'{quoted(before)} {arguments} "}}"'
 
 
-def tool_grammar(form: ToolFormat, tools: Sequence[dict[str, Any]], words: Words, *, thinking: Thinking,
-                 required: bool, many: bool, answer: str | None = None) -> str:
-    """`tools` are functions as the API describes them; `answer` is the rule of an answer that is no call, free text if None."""
+def tool_grammar(
+    form: ToolFormat,
+    tools: Sequence[dict[str, Any]],
+    words: Words,
+    *,
+    thinking: Thinking,
+    required: bool,
+    many: bool,
+    answer: str | None = None,
+) -> str:
+    """`tools` are functions as the API describes them; `answer` is the rule of an answer that is no
+    call, free text if None.
+    """
     rules = [ANY_TEXT, *call_rules(form, tools, words)]
     rules.append(f"calls: {form.after_opening(words, many=many)}")
     if required:
@@ -82,11 +98,15 @@ def call_rules(form: ToolFormat, tools: Sequence[dict[str, Any]], words: Words) 
     for number, tool in enumerate(tools):
         schema = tool.get("parameters") or NO_ARGUMENTS
         rules.append(f"call_{number}: {form.call_rule(tool['name'], f'arguments_{number}', words)}")
-        rules += form.argument_rules(f"arguments_{number}", schema, words, strict=bool(tool.get("strict")))
+        rules += form.argument_rules(
+            f"arguments_{number}", schema, words, strict=bool(tool.get("strict"))
+        )
     return rules
 
 
-def free_text_or_calls(form: ToolFormat, tools: Sequence[dict[str, Any]], words: Words, rules: list[str]) -> str:
+def free_text_or_calls(
+    form: ToolFormat, tools: Sequence[dict[str, Any]], words: Words, rules: list[str]
+) -> str:
     if form.opening is None:
         # Text is whatever does not begin as a call of one of the tools does.
         begins = "|".join(escaped(f'{{"name": {quoted(tool["name"])}') for tool in tools)
@@ -112,5 +132,7 @@ def with_thinking(body: str, rules: list[str], words: Words, thinking: Thinking)
 
 
 def escaped(text: str) -> str:
-    """For a regular expression between slashes: every character that is no letter, digit or space stands for itself."""
+    """For a regular expression between slashes: every character that is no letter, digit or space
+    stands for itself.
+    """
     return "".join(char if char.isalnum() or char in ' _"' else f"\\{char}" for char in text)

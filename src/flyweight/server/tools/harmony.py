@@ -1,10 +1,11 @@
 """gpt-oss (harmony): an answer is a row of messages, each on a channel, and perhaps to a function.
 
     <|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant
-    <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city":"Paris"}<|call|>
+    <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Paris"}<|call|>
 
-analysis is thinking, final and commentary are words, and what goes to `functions.…` is a call. So this format reads every
-answer of its models, with tools or without. The prompt ends with `<|start|>assistant`, in the middle of the first header.
+analysis is thinking, final and commentary are words, and what goes to `functions.…` is a call. So
+this format reads every answer of its models, with tools or without. The prompt ends with
+`<|start|>assistant`, in the middle of the first header.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ START = "<|start|>"
 CHANNEL = "<|channel|>"
 CONSTRAIN = "<|constrain|>"
 MESSAGE = "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)  # the last two where a model forgot the end
+# the last two where a model forgot the end
+ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]+)")
 THINKING = "analysis"
 LONGEST_HEADER = 400  # characters
@@ -42,7 +44,9 @@ class HarmonyParser(ToolParser):
         self.first = True  # of the answer's messages
 
     def _advance(self, text: str, last: bool) -> str:
-        return self._read_header(text, last) if self.state == "header" else self._read_body(text, last)
+        return (
+            self._read_header(text, last) if self.state == "header" else self._read_body(text, last)
+        )
 
     def _read_header(self, text: str, last: bool) -> str:
         header, found, rest = text.partition(MESSAGE)
@@ -66,7 +70,9 @@ class HarmonyParser(ToolParser):
         if not self.first:
             return True
         starts = (CHANNEL, START, "to=")
-        return not beginning or any(beginning.startswith(one) or one.startswith(beginning) for one in starts)
+        return not beginning or any(
+            beginning.startswith(one) or one.startswith(beginning) for one in starts
+        )
 
     def _open(self, header: str) -> None:
         self.first = False
@@ -79,7 +85,9 @@ class HarmonyParser(ToolParser):
             self.pieces.append(Call(self.calls, self.new_id(), recipient[1]))
             self.calls += 1
         else:
-            self.kind = "thought" if channel.startswith(THINKING) or recipient is not None else "text"
+            self.kind = (
+                "thought" if channel.startswith(THINKING) or recipient is not None else "text"
+            )
 
     def _read_body(self, text: str, last: bool) -> str:
         found = [(at, tag) for tag in ENDS if (at := text.find(tag)) >= 0]
@@ -133,11 +141,20 @@ class Harmony(JSONArguments):
     def after_opening(self, words: Words, *, many: bool) -> str:
         return "call"
 
-    def grammar(self, tools: Sequence[dict[str, Any]], words: Words, *, required: bool, answer: str | None) -> str:
+    def grammar(
+        self, tools: Sequence[dict[str, Any]], words: Words, *, required: bool, answer: str | None
+    ) -> str:
         """Thinking and words before it are free; then a call that fits, or a final answer."""
-        rules = [ANY_TEXT, f'before: {words.literal(CHANNEL)} ("analysis" | "commentary") {words.literal(MESSAGE)} TEXT '
-                           f'{words.literal(f"{ENDS[0]}{START}assistant")}']
-        rules.append(f"final: {words.literal(f'{CHANNEL}final{MESSAGE}')} {'TEXT' if answer is None else answer}")
+        rules = [
+            ANY_TEXT,
+            f'before: {words.literal(CHANNEL)} ("analysis" | "commentary") '
+            f"{words.literal(MESSAGE)} TEXT "
+            f"{words.literal(f'{ENDS[0]}{START}assistant')}",
+        ]
+        rules.append(
+            f"final: {words.literal(f'{CHANNEL}final{MESSAGE}')} "
+            f"{'TEXT' if answer is None else answer}"
+        )
         if tools:
             rules += call_rules(self, tools, words)
         last = "call" if required else "(final | call)" if tools else "final"

@@ -1,4 +1,6 @@
-"""Hermes, Qwen 2.5, Qwen 3 and many more: `<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>`, one after another."""
+"""Hermes, Qwen 2.5, Qwen 3 and many more: `<tool_call>\\n{"name": …, "arguments":
+{…}}\\n</tool_call>`, one after another.
+"""
 
 from __future__ import annotations
 

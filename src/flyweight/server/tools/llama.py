@@ -1,7 +1,8 @@
-"""Llama 3.x: an answer that is nothing but `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`.
+"""Llama 3.x: an answer that is nothing but `{"name": …, "parameters": {…}}`, perhaps after
+`<|python_tag|>`.
 
-No tag tells a call from an answer in JSON, so only the name of a tool that there is makes one. After the tag there may also
-be `name.call(key="value")`, or code for a tool that runs it.
+No tag tells a call from an answer in JSON, so only the name of a tool that there is makes one.
+After the tag there may also be `name.call(key="value")`, or code for a tool that runs it.
 """
 
 from __future__ import annotations

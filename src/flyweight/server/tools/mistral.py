@@ -1,4 +1,5 @@
-"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and since 2025 `[TOOL_CALLS]name[ARGS]{…}`, one after another.
+"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and since 2025
+`[TOOL_CALLS]name[ARGS]{…}`, one after another.
 
 Its templates refuse a call whose id is not of nine letters and digits.
 """

@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-What an argument is (text, a number, an object) only the tool's schema tells, so the parser is given the schemas. Text goes out
-as it comes in; anything else when it is whole.
+What an argument is (text, a number, an object) only the tool's schema tells, so the parser is given
+the schemas. Text goes out as it comes in; anything else when it is whole.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ NOT_HELD = ("pattern", "format")  # keywords of text that the grammar of plain t
 
 
 class TaggedCall:
-    """One call, read as it arrives; `CallReader` with tags in place of JSON. Its arguments come out as JSON."""
+    """One call, read as it arrives; `CallReader` with tags in place of JSON. Its arguments come out
+    as JSON.
+    """
 
     def __init__(self, schemas: Mapping[str, Any]):
         self.schemas = schemas
@@ -77,10 +79,12 @@ class TaggedCall:
         self.ready = ""
         return ready
 
-    # -- the states --------------------------------------------------------------------------------------------
+    # -- the states --------------------------------------------------------------------------------
 
     def _tag(self, begin: str) -> str | None:
-        """The name in a tag at the front of the buffer, which it is taken from; None: not there yet, or never."""
+        """The name in a tag at the front of the buffer, which it is taken from; None: not there
+        yet, or never.
+        """
         name, end, rest = self.buffer.removeprefix(begin).partition(">")
         if end and name and len(name) <= LONGEST_NAME and "\n" not in name:
             self.buffer = rest
@@ -123,7 +127,9 @@ class TaggedCall:
         self.kinds = kinds_of(found, schema)
         self.streams = self.kinds <= {"string"}
         self.fresh = True
-        self.ready += (", " if self.arguments_seen else "{") + f"{json.dumps(key, ensure_ascii=False)}: "
+        self.ready += (
+            ", " if self.arguments_seen else "{"
+        ) + f"{json.dumps(key, ensure_ascii=False)}: "
         self.ready += '"' if self.streams else ""
         self.arguments_seen = True
         self.state = "value"
@@ -139,7 +145,10 @@ class TaggedCall:
             self._hand_on(text.removesuffix("\n"), last=True)
             self.state = "parameters"
         elif self.streams:
-            held = max(overlap(self.buffer, f"\n{tag}") or overlap(self.buffer, tag) for tag in (END_PARAMETER, END_FUNCTION))
+            held = max(
+                overlap(self.buffer, f"\n{tag}") or overlap(self.buffer, tag)
+                for tag in (END_PARAMETER, END_FUNCTION)
+            )
             cut = len(self.buffer) - held
             self._hand_on(self.buffer[:cut], last=False)
             self.buffer = self.buffer[cut:]
@@ -220,8 +229,12 @@ class QwenCoder:
     def __init__(self, template: str):
         self.parallel = True
 
-    def argument_rules(self, name: str, schema: dict[str, Any], words: Words, *, strict: bool) -> list[str]:
-        """Every parameter between its tags, in the order of the schema; those that are not required may be missing."""
+    def argument_rules(
+        self, name: str, schema: dict[str, Any], words: Words, *, strict: bool
+    ) -> list[str]:
+        """Every parameter between its tags, in the order of the schema; those that are not required
+        may be missing.
+        """
         properties = schema.get("properties") or {}
         required = set(schema.get("required") or ())
         rules = []
@@ -229,33 +242,48 @@ class QwenCoder:
         for number, (key, given) in enumerate(properties.items()):
             own = f"{name}_{number}"
             value, needed = value_rule(own, given, schema, words, strict=strict)
-            rules += [f"{own}: {quoted(f'{PARAMETER}{key}>')} {quoted(chr(10))} {value} {quoted(chr(10))}", *needed]
+            rules += [
+                f"{own}: {quoted(f'{PARAMETER}{key}>')} {quoted(chr(10))} {value} "
+                f"{quoted(chr(10))}",
+                *needed,
+            ]
             parts.append(own if key in required else f"{own}?")
         return [f"{name}: {' '.join(parts) or quoted('')}", *rules]
 
     def call_rule(self, name: str, arguments: str, words: Words) -> str:
-        return f"{quoted(f'{FUNCTION}{name}>')} {quoted(chr(10))} {arguments} {quoted(END_FUNCTION)}"
+        return (
+            f"{quoted(f'{FUNCTION}{name}>')} {quoted(chr(10))} {arguments} {quoted(END_FUNCTION)}"
+        )
 
     def after_opening(self, words: Words, *, many: bool) -> str:
         one = rf'"\n" call "\n" {words.literal(CLOSE)}'
         return rf'{one} ("\n" {words.literal(OPEN)} {one})*' if many else one
 
 
-def value_rule(name: str, schema: Any, root: dict[str, Any], words: Words, *, strict: bool) -> tuple[str, list[str]]:
+def value_rule(
+    name: str, schema: Any, root: dict[str, Any], words: Words, *, strict: bool
+) -> tuple[str, list[str]]:
     """(what stands between a parameter's tags, its end included; the rules that needs)."""
     end = quoted(f"\n{END_PARAMETER}")
     kinds = kinds_of(schema, root)
     if not isinstance(schema, dict) or not kinds or kinds != {"string"}:
         inner = schema if isinstance(schema, dict) else {}
-        shared: dict[str, Any] = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        shared: dict[str, Any] = {
+            word: root[word] for word in ("$defs", "definitions") if word in root
+        }
         if not kinds:  # it may be anything, and is read as text
             return words.until(END_PARAMETER, f"{name}_text")
-        return f"{name}_value {end}", [f"{name}_value: {json_rule({**shared, **inner}, lenient=not strict)}"]
+        return f"{name}_value {end}", [
+            f"{name}_value: {json_rule({**shared, **inner}, lenient=not strict)}"
+        ]
     choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if choices:
         return f"({' | '.join(quoted(choice) for choice in choices)}) {end}", []
     if strict and (unheld := [word for word in NOT_HELD if word in schema]):
-        raise RequestError(f"{unheld[0]} of a text cannot be enforced in this model's format of calls; leave out strict")
+        raise RequestError(
+            f"{unheld[0]} of a text cannot be enforced in this model's format of calls; leave out "
+            "strict"
+        )
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not least and most is None:
         return words.until(END_PARAMETER, f"{name}_text")
