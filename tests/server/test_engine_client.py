@@ -199,3 +199,27 @@ def test_requests_of_one_turn_of_the_event_loop_go_to_the_engine_together():
         assert [len(commands) for commands in sent][:2] == [2, 1], "nobody waits for long"
     finally:
         engine_client.time = time
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_idle_engine_waits_for_requests_that_are_being_read(monkeypatch, busy):
+    sent = []
+    monkeypatch.setattr(engine_client, "GATHERING", 60.0)
+
+    async def ask():
+        client = EngineClient("none", {}, max_queue=8, timeout=60.0, on_change=print, on_fatal=print)
+        client.facts = {"max_model_len": 4096, "max_num_seqs": 8}
+        client.state = "ready"
+        client.connection = SimpleNamespace(send=sent.append)
+        client.in_flight = int(busy)
+        with client.coming():
+            tickets = [client.submit([[1, 2]], SamplingParams())]
+            await asyncio.sleep(0)
+            assert len(sent) == int(busy)
+        tickets.append(client.submit([[3]], SamplingParams()))
+        await asyncio.sleep(0)
+        for ticket in tickets:
+            ticket.timer.cancel()
+
+    asyncio.run(ask())
+    assert [len(commands) for commands in sent] == ([1, 1] if busy else [2])

@@ -84,9 +84,12 @@ class GrammarConstraint:
             self.matcher = self.compiled.deep_copy()
         self.matcher.consume_tokens(list(generated[self.consumed :]))
         self.consumed = len(generated)
+        return self.follows()
+
+    def follows(self) -> bool:
+        """Unless it outgrew its limits: then this answer ends, rather than the step that others share."""
         if not self.matcher.is_error():
             return True
-        # it outgrew its limits: end this answer rather than the step that others share
         reason = self.matcher.get_error().strip().splitlines()[0]
         self.error = f"the grammar cannot be followed any further: {reason}"
         return False
@@ -121,4 +124,6 @@ def mask_bits(asked: Sequence[tuple[GrammarConstraint, Sequence[int]]]) -> numpy
         matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, 4 * words)
     elif going:
         executor().unsafe_compute_mask_ptr(going, bits.ctypes.data, 4 * words, len(bits))
+    for _, row in going:
+        asked[row][0].follows()  # a mask may outgrow them as well: it then has the end alone
     return bits.view(numpy.uint8)

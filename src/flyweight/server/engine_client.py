@@ -16,6 +16,7 @@ whole process, which is killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -23,7 +24,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -54,7 +55,7 @@ LONGEST_RETRY = 60  # seconds
 # itself
 BEATS = 4
 ENDING = 5.0  # seconds for a process to end by itself
-GATHERING = 0.004  # seconds: no more than a step
+GATHERING = 0.03  # seconds: a burst of requests is read in as many
 REAPING = 2.0  # seconds that a killed process has to be gone
 
 
@@ -93,6 +94,7 @@ class EngineClient:
         self.keys = itertools.count()
         self.gathered: list[Submit] = []  # to be sent together
         self.gathered_since = 0.0
+        self.preparing = 0  # requests that are being read
         self.deaths: deque[float] = deque()
         self.process: BaseProcess | None = None
         self.connection: EnginePipe | None = None
@@ -375,18 +377,38 @@ class EngineClient:
                 param="max_tokens" if answer and prompt < context else "prompt",
             )
 
+    @contextlib.contextmanager
+    def coming(self) -> Iterator[None]:
+        """While a request is read, before it is submitted."""
+        self.preparing += 1
+        try:
+            yield
+        finally:
+            self.preparing -= 1
+            asyncio.get_running_loop().call_soon(self._turn_is_over)
+
     def _gather(self, command: Submit) -> None:
         """Requests that come at once go to the engine at once: it computes their prompts together,
-        where it would begin with the first alone. Whoever is read in the same turn of the event
-        loop is one of them, within `GATHERING` seconds.
+        where it would begin with the first alone, and the others would wait for its answer's steps.
         """
         now = time.perf_counter()
         if not self.gathered:
             self.gathered_since = now
-            asyncio.get_running_loop().call_soon(self._send_gathered)
+            asyncio.get_running_loop().call_soon(self._turn_is_over)
         self.gathered.append(command)
         if now - self.gathered_since > GATHERING:
             self._send_gathered()
+
+    def _turn_is_over(self) -> None:
+        """Of the event loop. An engine at work gets what there is; one that has nothing to do waits
+        for those that are being read, within `GATHERING` seconds.
+        """
+        idle = self.in_flight <= sum(command.params.n for command in self.gathered)
+        left = self.gathered_since + GATHERING - time.perf_counter()
+        if not (self.gathered and self.preparing and idle and left > 0):
+            self._send_gathered()
+        else:
+            asyncio.get_running_loop().call_later(left, self._send_gathered)
 
     def _send_gathered(self) -> None:
         gathered, self.gathered = self.gathered, []

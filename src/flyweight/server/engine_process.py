@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
     from flyweight.engine.request import Chunk, Request
 
+GATHERING = 0.02  # seconds
 COMPILERS = 2  # threads: one costly schema does not hold up the next
 
 
@@ -159,13 +160,20 @@ class EngineLoop:
         self.watch.stop()
 
     def rest(self) -> None:
-        """Until there is something to do."""
+        """Until there is something to do. Requests that came together begin together: the first
+        does not begin while the schemas of others are being compiled, for `GATHERING` seconds.
+        """
         while not self.wake.is_set():
             self.watch.begin()
             prepared = self.engine.rest()
             self.watch.end()
             if not prepared:
                 self.wake.wait()
+        until = time.perf_counter() + GATHERING
+        while len(self.constraints) < len(self.compiling):
+            self.wake.clear()
+            if (left := until - time.perf_counter()) <= 0 or not self.wake.wait(left):
+                return
 
     def send(self, message: Any) -> None:
         """From the loop's thread or the watch's: half a message of one must not follow half of

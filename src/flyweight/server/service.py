@@ -109,9 +109,10 @@ class Service:
             )
         # before the work: there may be very many
         self.engine.check_room(len(body.prompts), body.samples)
-        prompts = await self.prompts.encode(
-            body.prompts, special=body.add_special_tokens is not False, context=self.context
-        )
+        with self.engine.coming():
+            prompts = await self.prompts.encode(
+                body.prompts, special=body.add_special_tokens is not False, context=self.context
+            )
         texts = [self.text_of(prompt) for prompt in body.prompts] if body.echo else []
         more: dict[str, Any] = {
             "max_tokens": DEFAULT_COMPLETION_TOKENS
@@ -180,6 +181,10 @@ class Service:
         )
 
     async def prepare(self, body: ChatRequest) -> PreparedChat:
+        with self.engine.coming():
+            return await self._prepare(body)
+
+    async def _prepare(self, body: ChatRequest) -> PreparedChat:
         model = self.check_model(body.model)
         warnings = await self.aside(body, lambda: body.check(strict=self.settings.strict))
         self.engine.check_room(1, body.samples)
