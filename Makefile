@@ -55,6 +55,7 @@ test-interop: .venv-interop/installed
 
 lint: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check src benchmarks
 	$(BIN)/mypy
 
 # Every table and picture of the rows in benchmarks/h200/.

@@ -1,9 +1,12 @@
-"""What LoRA adapters cost in decode steps: captured steps without adapters, with them loaded, and with them used.
+"""What LoRA adapters cost in decode steps: captured steps without adapters, with them loaded, and
+with them used.
 
-    python benchmarks/adapter_speed.py --out OUT.jsonl [--models qwen3-8b:int4,qwen3-8b:bf16] [--rows 1,8] [--rank 16]
+    python benchmarks/adapter_speed.py --out OUT.jsonl [--models qwen3-8b:int4,qwen3-8b:bf16]
+        [--rows 1,8] [--rank 16]
 
-Two adapters on every linear of a preset with random weights. The steps are captured and replayed by turns; a row for each
-model, number of rows and variant: microseconds of a step, and their ratio to a step of the model without adapters.
+Two adapters on every linear of a preset with random weights. The steps are captured and replayed by
+turns; a row for each model, number of rows and variant: microseconds of a step, and their ratio to
+a step of the model without adapters.
 
     none      no adapter is loaded
     unused    two are loaded, and no row has one
@@ -62,12 +65,16 @@ def random_adapters(plan: ModelPlan, rank: int) -> Adapters:
     return Adapters(found, plan)
 
 
-def load(model: str, device: torch.device, rank: int | None, layers: list[int] | None = None) -> Decoder:
+def load(
+    model: str, device: torch.device, rank: int | None, layers: list[int] | None = None
+) -> Decoder:
     name, scheme = model.split(":")
     weights = PresetWeights(name, scheme, **({} if gpu.is_pretended() else {"device": device}))
     plan = plan_of(ModelConfig.from_dict(weights.config))
     adapters = None if rank is None else random_adapters(plan, rank)
-    return Decoder.load(weights, device=device, dtype=torch.bfloat16, adapters=adapters, layers=layers)
+    return Decoder.load(
+        weights, device=device, dtype=torch.bfloat16, adapters=adapters, layers=layers
+    )
 
 
 def caches_for(decoder: Decoder, rows: int) -> list[KVStorage]:
@@ -76,10 +83,19 @@ def caches_for(decoder: Decoder, rows: int) -> list[KVStorage]:
     return [KVStorage.zeros(size, decoder.dtype, decoder.device) for _ in range(config.layers)]
 
 
-def capture(decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool) -> torch.cuda.CUDAGraph:
-    table = Rows(rows, pages=PAGES, vocabulary=decoder.config.vocab_size, device=decoder.device,
-                 adapted=decoder.adapters is not None)
-    table.tables.copy_(torch.arange(table.capacity * PAGES, dtype=torch.int32).view(table.capacity, PAGES))
+def capture(
+    decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool
+) -> torch.cuda.CUDAGraph:
+    table = Rows(
+        rows,
+        pages=PAGES,
+        vocabulary=decoder.config.vocab_size,
+        device=decoder.device,
+        adapted=decoder.adapters is not None,
+    )
+    table.tables.copy_(
+        torch.arange(table.capacity * PAGES, dtype=torch.int32).view(table.capacity, PAGES)
+    )
     table.lengths.fill_(LENGTH)
     if table.adapters is not None:
         slots = [row % ADAPTERS if used else NOBODY for row in range(table.capacity)]
@@ -88,7 +104,8 @@ def capture(decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool)
     kept.append(graphs)
     if graphs.unadapted is not None and not used:
         graphs = graphs.unadapted
-    graphs.capture(table.capacity, Choice.NONE)  # which takes no token, so that every replay is the same step
+    # which takes no token, so that every replay is the same step
+    graphs.capture(table.capacity, Choice.NONE)
     return graphs.graphs[table.capacity, Choice.NONE]
 
 
@@ -117,8 +134,11 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
     takes = Delta.takes
     for rows in options.rows:
         caches = caches_for(plain, rows)
-        graphs = {"none": capture(plain, caches, rows, used=False), "unused": capture(adapted, caches, rows, used=False),
-                  "used": capture(adapted, caches, rows, used=True)}
+        graphs = {
+            "none": capture(plain, caches, rows, used=False),
+            "unused": capture(adapted, caches, rows, used=False),
+            "used": capture(adapted, caches, rows, used=True),
+        }
         alone = Delta.in_the_linear
         Delta.in_the_linear = lambda self, slots: None  # type: ignore[method-assign]
         graphs["apart"] = capture(adapted, caches, rows, used=True)
@@ -132,21 +152,39 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
         medians = {variant: percentile(found, 50) for variant, found in times.items()}
         name, scheme = model.split(":")
         for variant, median in medians.items():
-            row = dict(model=name, scheme=scheme, rows=rows, rank=options.rank, variant=variant, us=median,
-                       ratio=median / medians["none"])
+            row = dict(
+                model=name,
+                scheme=scheme,
+                rows=rows,
+                rank=options.rank,
+                variant=variant,
+                us=median,
+                ratio=median / medians["none"],
+            )
             file.append([make_row("adapters", environment["id"], **rounded(row))])
-            print(f"{model}, {rows} rows, {variant}: {median:.1f} us, {row['ratio']:.3f}", flush=True)
+            print(
+                f"{model}, {rows} rows, {variant}: {median:.1f} us, {row['ratio']:.3f}", flush=True
+            )
 
 
-def wanted_by(model: str, rank: int | None, sizes: list[int], target: ahead.Target) -> set[jit.Wanted]:
+def wanted_by(
+    model: str, rank: int | None, sizes: list[int], target: ahead.Target
+) -> set[jit.Wanted]:
     """What these steps ask for; a process that ran this is good for nothing else."""
     with dry_run(target.gpu):
         decoder = load(model, ahead.DEVICE, rank, layers=[0])
         decoder.blocks = decoder.blocks * 2  # neighbours hand over to each other
         for rows in sizes:
-            table = Rows(rows, pages=PAGES, vocabulary=decoder.config.vocab_size, device=decoder.device,
-                         adapted=rank is not None)
-            steps = DecodeGraphs(decoder, ahead.make_caches(decoder), table, sizes=(table.capacity,))
+            table = Rows(
+                rows,
+                pages=PAGES,
+                vocabulary=decoder.config.vocab_size,
+                device=decoder.device,
+                adapted=rank is not None,
+            )
+            steps = DecodeGraphs(
+                decoder, ahead.make_caches(decoder), table, sizes=(table.capacity,)
+            )
             with decoder.active():
                 steps.step(table.capacity).launch()
                 if steps.unadapted is not None:
@@ -155,9 +193,13 @@ def wanted_by(model: str, rank: int | None, sizes: list[int], target: ahead.Targ
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("adapters.jsonl"))
-    parser.add_argument("--models", default="qwen3-8b:int4,qwen3-8b:bf16", help="PRESET:SCHEME, several with commas")
+    parser.add_argument(
+        "--models", default="qwen3-8b:int4,qwen3-8b:bf16", help="PRESET:SCHEME, several with commas"
+    )
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--samples", type=int, default=7)
@@ -167,13 +209,18 @@ def main() -> None:
     models = options.models.split(",")
     if options.compile:
         target = ahead.Target(gpu.GPUS["sm_90a"], sequences=max(options.rows))
-        runs = [functools.partial(wanted_by, model, rank, options.rows, target)
-                for model in models for rank in (None, options.rank)]
+        runs = [
+            functools.partial(wanted_by, model, rank, options.rows, target)
+            for model in models
+            for rank in (None, options.rank)
+        ]
         done = precompile.precompile(runs, target.gpu.architecture, listen=lambda *_: None)
         print(f"{done.kernels} kernels, {done.fresh} of them compiled now, {done.seconds:.1f} s")
         return
     for model in models:  # in a process of its own, which gives its memory back
-        worker = multiprocessing.get_context("spawn").Process(target=measure_model, args=(model, options))
+        worker = multiprocessing.get_context("spawn").Process(
+            target=measure_model, args=(model, options)
+        )
         worker.start()
         worker.join()
 

@@ -1,14 +1,15 @@
 """Every family through the GPU path: is it right, which executor runs it, how fast is it?
 
     python benchmarks/families.py check [NAME …] --out rows.jsonl
-    python benchmarks/families.py speed gemma-3-12b:int4 qwen3-next-80b-a3b:int4@12 … --out rows.jsonl
+    python benchmarks/families.py speed gemma-3-12b:int4 qwen3-next-80b-a3b:int4@12 … --out
+        rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
 
 `check` takes presets with few layers and short windows, random weights, and compares the
 probabilities that the engine reports (captured steps where there are some) with a float32 model in
 plain torch on the same weights. The measure is the same model in 16 bits through torch's own
-products: `ratio` is the engine's error over that one's. `speed` decodes one sequence,
-and times a long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
+products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
+long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
 """
 
 from __future__ import annotations
@@ -229,8 +230,8 @@ def kernels(name: str, llm: LLM, steps: int = 24) -> dict[str, Any]:
 
 
 def speed(name: str, llm: LLM) -> dict[str, Any]:
-    """Tokens a second of one sequence, from two runs that differ in their length alone, and how long
-    a prompt of PROMPT tokens takes.
+    """Tokens a second of one sequence, from two runs that differ in their length alone, and how
+    long a prompt of PROMPT tokens takes.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -27,7 +27,9 @@ class Event:
 
     @functools.cached_property
     def data(self) -> dict[str, Any]:
-        """Read when it is wanted: hundreds of clients share one process here, and would slow each other."""
+        """Read when it is wanted: hundreds of clients share one process here, and would slow each
+        other.
+        """
         return json.loads(self.text)
 
 
@@ -37,29 +39,42 @@ class Refused(Exception):
         self.status, self.headers = status, headers
 
 
-async def _request(method: str, port: int, path: str, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _request(
+    method: str, port: int, path: str, body: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        f"application/json\r\nconnection: close\r\n"
+    )
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     return reader, writer
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-    return int(lines[0].split()[1]), dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
+    return int(lines[0].split()[1]), dict(
+        line.lower().split(": ", 1) for line in lines[1:] if ": " in line
+    )
 
 
 async def next_event(reader: asyncio.StreamReader) -> bytes:
-    """What follows `data: `, or nothing where all is over. Chunks of HTTP's own encoding may begin before it."""
+    """What follows `data: `, or nothing where all is over. Chunks of HTTP's own encoding may begin
+    before it.
+    """
     try:
         return (await reader.readuntil(b"\n\n")).partition(b"data: ")[2].strip()
     except asyncio.IncompleteReadError:
         return b""
 
 
-async def stream(port: int, body: dict[str, Any], *, path: str = "/v1/completions") -> AsyncIterator[Event]:
+async def stream(
+    port: int, body: dict[str, Any], *, path: str = "/v1/completions"
+) -> AsyncIterator[Event]:
     """Closing the iterator early closes the connection: a client that goes away."""
-    reader, writer = await _request("POST", port, path, json.dumps(body | {"stream": True}).encode())
+    reader, writer = await _request(
+        "POST", port, path, json.dumps(body | {"stream": True}).encode()
+    )
     try:
         status, headers = await _head(reader)
         if status != 200:
@@ -94,8 +109,21 @@ class Served:
 @contextlib.contextmanager
 def server(model: str, *options: str, log: str = os.devnull) -> Iterator[Served]:
     """A `flyweight serve` that is ready; what it logs from then on goes to `log`."""
-    command = [sys.executable, "-m", "flyweight.cli", "serve", model, "--port", "0", "--log-format", "json", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "flyweight.cli",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--log-format",
+        "json",
+        *options,
+    ]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
     assert process.stderr is not None
     drain, port, facts = None, 0, None
     try:
@@ -109,7 +137,8 @@ def server(model: str, *options: str, log: str = os.devnull) -> Iterator[Served]
             port = event.get("port", port)
             facts = event if event.get("event") == "engine_ready" else None
         with open(log, "w") as file:
-            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=file)  # its log must not fill the pipe
+            # its log must not fill the pipe
+            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=file)
         yield Served(port, process.pid, facts["pid"], facts)
     finally:
         process.terminate()
@@ -130,7 +159,9 @@ def run(clients: Coroutine[Any, Any, Result]) -> Result:
 def resident(pid: int) -> int:
     """MB in memory."""
     with open(f"/proc/{pid}/status") as file:
-        return next(int(line.split()[1]) * 1024 // 10**6 for line in file if line.startswith("VmRSS"))
+        return next(
+            int(line.split()[1]) * 1024 // 10**6 for line in file if line.startswith("VmRSS")
+        )
 
 
 def gpu_memory() -> int | None:
@@ -150,5 +181,15 @@ def about(model: str) -> dict[str, Any]:
 
 def percentiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
-    at = {f"p{share}": ordered[min(len(ordered) - 1, int(share / 100 * len(ordered)))] for share in (50, 90, 95, 99)}
-    return {name: round(value, 3) for name, value in (at | {"mean": sum(ordered) / len(ordered)}).items()} if ordered else {}
+    at = {
+        f"p{share}": ordered[min(len(ordered) - 1, int(share / 100 * len(ordered)))]
+        for share in (50, 90, 95, 99)
+    }
+    return (
+        {
+            name: round(value, 3)
+            for name, value in (at | {"mean": sum(ordered) / len(ordered)}).items()
+        }
+        if ordered
+        else {}
+    )

@@ -102,7 +102,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--step-tokens", type=int, default=16640, help="of prompts in one step")
     options = parser.parse_args(arguments)
     works = [workload(case) for case in options.case]
-    facts = facts_of(Variant(options.model)).fields() | {"backend": "native", "workload": "long_cache"}
+    facts = facts_of(Variant(options.model)).fields() | {
+        "backend": "native",
+        "workload": "long_cache",
+    }
     environment = environment_row("cuda" if torch.cuda.is_available() else "cpu")
     file = ResultFile(options.out)
     decoder = None

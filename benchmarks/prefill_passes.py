@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Prompts to their first tokens through the engine, passes launched one by one and captured: host and device time apart.
+"""Prompts to their first tokens through the engine, passes launched one by one and captured: host
+and device time apart.
 
-    python benchmarks/prefill_passes.py OUT.jsonl [--model preset:qwen3-8b:w8a8 ...] [--cases 16 256 2048 8192x32 64+256]
+    python benchmarks/prefill_passes.py OUT.jsonl [--model preset:qwen3-8b:w8a8 ...] [--cases 16 256
+        2048 8192x32 64+256]
 
-A case is tokens of one prompt, TOKENSxPROMPTS together, or ROWS+TOKENS: a prompt beside so many answers (of 512 tokens
-before them). Each row has, as medians of `repeats` after the warm-up: `step_ms` from submitting to holding the tokens (for a
-prompt beside answers: the step itself), `host_ms` of launching, `device_ms` between events before and after the launches. A
-pass is host-bound where the two are alike. `token_gap` is the largest difference of logprobs of the five likeliest first
-tokens to those of the captured passes; where one is not among their eight likeliest, to the last of these.
+A case is tokens of one prompt, TOKENSxPROMPTS together, or ROWS+TOKENS: a prompt beside so many
+answers (of 512 tokens before them). Each row has, as medians of `repeats` after the warm-up:
+`step_ms` from submitting to holding the tokens (for a prompt beside answers: the step itself),
+`host_ms` of launching, `device_ms` between events before and after the launches. A pass is
+host-bound where the two are alike. `token_gap` is the largest difference of logprobs of the five
+likeliest first tokens to those of the captured passes; where one is not among their eight
+likeliest, to the last of these.
 
-`--zeros` measures once more with the linears' weights set to zero: at its power limit a GPU multiplies zeros faster than random
-numbers, and engines whose dummy weights are integers that nobody filled are measured on zeros.
+`--zeros` measures once more with the linears' weights set to zero: at its power limit a GPU
+multiplies zeros faster than random numbers, and engines whose dummy weights are integers that
+nobody filled are measured on zeros.
 """
 
 from __future__ import annotations
@@ -31,11 +36,14 @@ from flyweight.clock import clock
 from flyweight.engine.request import Request
 
 CASES = ["16", "64", "256", "512", "2048", "16384", "8192x32", "64+256"]
-BEFORE, ANSWER = 512, 4000  # tokens of the prompts whose answers run beside; more than are waited for
+# tokens of the prompts whose answers run beside; more than are waited for
+BEFORE, ANSWER = 512, 4000
 
 
 class Stopwatch:
-    """Stands before a runner's `launch`; its last host seconds, and the events around what was launched."""
+    """Stands before a runner's `launch`; its last host seconds, and the events around what was
+    launched.
+    """
 
     def __init__(self, engine):
         self.engine, self.launch, self.host, self.tokens = engine, engine.runner.launch, 0.0, 0
@@ -57,10 +65,14 @@ class Stopwatch:
 
 
 def params(llm: LLM, output: int, **options) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, **options).with_defaults(llm.sampling_defaults)
+    return SamplingParams(
+        temperature=0, max_tokens=output, ignore_eos=True, **options
+    ).with_defaults(llm.sampling_defaults)
 
 
-def first_tokens(llm: LLM, watch: Stopwatch, prompts: list[list[int]], **options) -> tuple[tuple, list[Request]]:
+def first_tokens(
+    llm: LLM, watch: Stopwatch, prompts: list[list[int]], **options
+) -> tuple[tuple, list[Request]]:
     torch.cuda.synchronize()
     begin = clock()
     requests = [llm.engine.submit(prompt, params(llm, 1, **options))[0] for prompt in prompts]
@@ -89,27 +101,49 @@ def measure(llm: LLM, watch: Stopwatch, case: str, repeats: int) -> dict[str, fl
     tokens, _, count = rest.partition("x")
     each = int(tokens) // int(count or 1)
     prompts = random_prompts(repeats + 3, each, vocabulary=llm.config.vocab_size, seed=1)
-    others = [llm.engine.submit(prompt, params(llm, ANSWER))[0]
-              for prompt in random_prompts(int(rows or 0), BEFORE, vocabulary=llm.config.vocab_size, seed=2)]
+    others = [
+        llm.engine.submit(prompt, params(llm, ANSWER))[0]
+        for prompt in random_prompts(
+            int(rows or 0), BEFORE, vocabulary=llm.config.vocab_size, seed=2
+        )
+    ]
     while any(request.generated < 2 for request in others):
         llm.engine.step()
-    samples = [beside(llm, watch, prompt) if rows else first_tokens(llm, watch, [prompt] * int(count or 1))[0]
-               for prompt in prompts][3:]
+    samples = [
+        beside(llm, watch, prompt)
+        if rows
+        else first_tokens(llm, watch, [prompt] * int(count or 1))[0]
+        for prompt in prompts
+    ][3:]
     llm.engine.cancel(others)
     while llm.engine.busy:
         llm.engine.step()
-    return dict(zip(("step_ms", "host_ms", "device_ms"), map(statistics.median, zip(*samples, strict=True)), strict=True))
+    return dict(
+        zip(
+            ("step_ms", "host_ms", "device_ms"),
+            map(statistics.median, zip(*samples, strict=True)),
+            strict=True,
+        )
+    )
 
 
 def token_gap(one: list[Request], other: list[Request]) -> float:
-    tops = [(here.logprobs[0].top, there.logprobs[0].top) for here, there in zip(one, other, strict=True)]
-    return max(abs(value - there.get(token, min(there.values()))) for here, there in tops for token, value in [*here.items()][:5])
+    tops = [
+        (here.logprobs[0].top, there.logprobs[0].top)
+        for here, there in zip(one, other, strict=True)
+    ]
+    return max(
+        abs(value - there.get(token, min(there.values())))
+        for here, there in tops
+        for token, value in [*here.items()][:5]
+    )
 
 
 def set_to_zero(llm: LLM) -> None:
     for block in llm.decoder.blocks:
         for tensor in tensors_of(list(block.linears.values()), depth=8):
-            if tensor.is_cuda and tensor.nbytes >= 1 << 16:  # what is smaller is a counter or a norm's weight
+            # what is smaller is a counter or a norm's weight
+            if tensor.is_cuda and tensor.nbytes >= 1 << 16:
                 tensor.zero_()
 
 
@@ -120,25 +154,52 @@ def measure_model(name: str, cases: list[str], repeats: int, *, zeros: bool):
     probe = random_prompts(1, 200, vocabulary=llm.config.vocab_size, seed=3) * 2
     for way, passes in (("one by one", None), ("captured", graphs)):
         llm.engine.runner.passes = passes
-        for count in (1, 2):  # a prompt alone, and two together, which comes by the third time from a graph
-            answers[way, count] = [first_tokens(llm, watch, probe[:count], logprobs=8)[1] for _ in range(3)][-1]
-    gap = max(token_gap(answers["one by one", count], answers["captured", count]) for count in (1, 2))
+        # a prompt alone, and two together, which comes by the third time from a graph
+        for count in (1, 2):
+            answers[way, count] = [
+                first_tokens(llm, watch, probe[:count], logprobs=8)[1] for _ in range(3)
+            ][-1]
+    gap = max(
+        token_gap(answers["one by one", count], answers["captured", count]) for count in (1, 2)
+    )
     for case in cases:
         for way, passes in (("one by one", None), ("captured", graphs)):
             llm.engine.runner.passes = passes
-            yield dict(model=name, case=case, passes=way, token_gap=gap, **measure(llm, watch, case, repeats))
+            yield dict(
+                model=name,
+                case=case,
+                passes=way,
+                token_gap=gap,
+                **measure(llm, watch, case, repeats),
+            )
     if zeros:
         set_to_zero(llm)
         for case in cases:
-            yield dict(model=name, case=case, passes="captured, weights of zeros", **measure(llm, watch, case, repeats))
-    yield dict(model=name, case="passes held", passes="captured", held=len(graphs.held),
-               captured=sum(one.graph is not None for one in graphs.held.values()))
+            yield dict(
+                model=name,
+                case=case,
+                passes="captured, weights of zeros",
+                **measure(llm, watch, case, repeats),
+            )
+    yield dict(
+        model=name,
+        case="passes held",
+        passes="captured",
+        held=len(graphs.held),
+        captured=sum(one.graph is not None for one in graphs.held.values()),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", nargs="+", default=[f"preset:qwen3-8b:{scheme}" for scheme in ("w8a8", "bf16", "int4")])
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=[f"preset:qwen3-8b:{scheme}" for scheme in ("w8a8", "bf16", "int4")],
+    )
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--zeros", action="store_true")
@@ -148,9 +209,17 @@ def main() -> None:
         file.write(json.dumps(environment) + "\n")
         for name in options.model:
             for fields in measure_model(name, options.cases, options.repeats, zeros=options.zeros):
-                file.write(json.dumps(make_row("prefill", environment["id"], **rounded(fields))) + "\n")
+                file.write(
+                    json.dumps(make_row("prefill", environment["id"], **rounded(fields))) + "\n"
+                )
                 file.flush()
-                print({key: round(value, 2) if isinstance(value, float) else value for key, value in fields.items()}, flush=True)
+                print(
+                    {
+                        key: round(value, 2) if isinstance(value, float) else value
+                        for key, value in fields.items()
+                    },
+                    flush=True,
+                )
             gc.collect()
             torch.cuda.empty_cache()
 

@@ -1,15 +1,22 @@
-"""How long a scheme takes on an 8B model, and how much memory: some decoder blocks timed, the rest extrapolated.
+"""How long a scheme takes on an 8B model, and how much memory: some decoder blocks timed, the rest
+extrapolated.
 
-    python benchmarks/quantize_speed.py --out speed.jsonl --schemes gptq-int4 awq-int4 w8a8-smooth-gptq vptq:v8-k65536-256
-    python benchmarks/quantize_speed.py --out speed.jsonl --schemes --full gptq-int4       # one model, from disk to disk
-    python benchmarks/quantize_speed.py --out speed.jsonl --schemes gptq-int4 --gpu-gb 24 --host-gb 32      # within these limits
+    python benchmarks/quantize_speed.py --out speed.jsonl --schemes gptq-int4 awq-int4
+        w8a8-smooth-gptq vptq:v8-k65536-256
+    # one model, from disk to disk
+    python benchmarks/quantize_speed.py --out speed.jsonl --schemes --full gptq-int4
+    # within these limits
+    python benchmarks/quantize_speed.py --out speed.jsonl --schemes gptq-int4 --gpu-gb 24 --host-gb
+        32
 
-Weights are random in a preset's shapes; what is timed does not depend on their values. The first block also loads and
-compiles kernels, so a model's time is the time before the first block (embedding the samples), the first block, and the
-mean of the others for each of the rest; assembling the output is in the full run only. With one block that is all there
-is, and the row says so. Host memory is anonymous memory (mapped files are the kernel's to drop), sampled ten times a
-second, less what the process had before. `--gpu-gb` and `--host-gb` are enforced: torch's allocator refuses what is beyond
-the one, the kernel (RLIMIT_DATA, set when CUDA has mapped what it needs) what is beyond the other.
+Weights are random in a preset's shapes; what is timed does not depend on their values. The first
+block also loads and compiles kernels, so a model's time is the time before the first block
+(embedding the samples), the first block, and the mean of the others for each of the rest;
+assembling the output is in the full run only. With one block that is all there is, and the row says
+so. Host memory is anonymous memory (mapped files are the kernel's to drop), sampled ten times a
+second, less what the process had before. `--gpu-gb` and `--host-gb` are enforced: torch's allocator
+refuses what is beyond the one, the kernel (RLIMIT_DATA, set when CUDA has mapped what it needs)
+what is beyond the other.
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as `flyweight quantize` has it
+# as `flyweight quantize` has it
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 
@@ -39,7 +47,8 @@ from flyweight.quant.calibration import Samples
 from flyweight.quant.events import Event
 from flyweight.quant.quantize import quantize
 
-GOALS = {"gptq-int4": 150, "awq-int4": 240, "w8a8-smooth-gptq": 180, "vptq:v8-k65536-256": 1800}  # seconds, Qwen3-8B on an H200
+# seconds, Qwen3-8B on an H200
+GOALS = {"gptq-int4": 150, "awq-int4": 240, "w8a8-smooth-gptq": 180, "vptq:v8-k65536-256": 1800}
 
 
 def anonymous_gb() -> float:
@@ -69,8 +78,10 @@ def watch_memory(device: torch.device) -> Iterator[dict[str, float]]:
         thread.join()
         found["peak_host_gb"] = round(max(peak - before, 0.0), 2)
         if device.type == "cuda":
-            found |= {"peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-                      "peak_gpu_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2)}
+            found |= {
+                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+                "peak_gpu_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
+            }
 
 
 def enforce(gpu_gb: float | None, host_gb: float | None, device: torch.device) -> dict[str, float]:
@@ -81,7 +92,9 @@ def enforce(gpu_gb: float | None, host_gb: float | None, device: torch.device) -
     if host_gb is not None:
         if device.type == "cuda":
             torch.zeros(1, device=device)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(host_gb * 1e9), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (int(host_gb * 1e9), resource.getrlimit(resource.RLIMIT_DATA)[1])
+        )
     limits = {"limit_gpu_gb": gpu_gb, "limit_host_gb": host_gb}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -113,34 +126,71 @@ class Clock:
             return {"seconds": round(seconds, 1), "extrapolated": False}
         before = seconds - sum(self.blocks)
         later = statistics.fmean(self.blocks[1:] or self.blocks)
-        return {"seconds": round(before + self.blocks[0] + (layers - 1) * later, 1), "extrapolated": True,
-                "seconds_before": round(before, 2)}
+        return {
+            "seconds": round(before + self.blocks[0] + (layers - 1) * later, 1),
+            "extrapolated": True,
+            "seconds_before": round(before, 2),
+        }
 
 
-def measure(model: str, scheme: str, options: argparse.Namespace, *, blocks: int | None) -> dict[str, Any]:
+def measure(
+    model: str, scheme: str, options: argparse.Namespace, *, blocks: int | None
+) -> dict[str, Any]:
     device, clock = torch.device(options.device), Clock()
     config = ModelConfig.from_dict(PresetWeights(options.model).config)
-    tokens = torch.randint(config.vocab_size, (options.samples, options.length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        config.vocab_size,
+        (options.samples, options.length),
+        generator=torch.Generator().manual_seed(0),
+    )
     output = options.work / f"out-{scheme.replace(':', '-')}"
     shutil.rmtree(output, ignore_errors=True)
     with watch_memory(device) as memory:
-        summary = quantize(model, scheme, output, calibration=Samples(tokens, "random", 0), device=options.device, blocks=blocks,
-                           batch=options.batch, overwrite=True, listen=clock.listen)
+        summary = quantize(
+            model,
+            scheme,
+            output,
+            calibration=Samples(tokens, "random", 0),
+            device=options.device,
+            blocks=blocks,
+            batch=options.batch,
+            overwrite=True,
+            listen=clock.listen,
+        )
         facts = clock.facts(config.layers)
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(output.with_name(f".{output.name}.work"), ignore_errors=True)
-    return dict(facts, scheme=scheme, blocks=len(clock.blocks), block_seconds=[round(s, 3) for s in clock.blocks],
-                calibration_tokens=tokens.numel(), samples=options.samples, length=options.length, device=options.device,
-                bits_per_weight=round(summary.bits_per_weight, 4), goal_seconds=GOALS.get(scheme),
-                disk=not model.startswith("preset:"), **memory)
+    return dict(
+        facts,
+        scheme=scheme,
+        blocks=len(clock.blocks),
+        block_seconds=[round(s, 3) for s in clock.blocks],
+        calibration_tokens=tokens.numel(),
+        samples=options.samples,
+        length=options.length,
+        device=options.device,
+        bits_per_weight=round(summary.bits_per_weight, 4),
+        goal_seconds=GOALS.get(scheme),
+        disk=not model.startswith("preset:"),
+        **memory,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="qwen3-8b", help="a preset")
     parser.add_argument("--schemes", nargs="*", default=list(GOALS))
-    parser.add_argument("--full", nargs="*", default=[], help="schemes to run whole, from a folder on disk to a folder on disk")
-    parser.add_argument("--blocks", type=int, default=4, help="decoder blocks to time (VPTQ: at most two)")
+    parser.add_argument(
+        "--full",
+        nargs="*",
+        default=[],
+        help="schemes to run whole, from a folder on disk to a folder on disk",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=4, help="decoder blocks to time (VPTQ: at most two)"
+    )
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int)
@@ -157,22 +207,47 @@ def main() -> None:
     def write(row: dict[str, Any]) -> None:
         with options.out.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
-        print(json.dumps({key: row[key] for key in row if key not in ("schema", "run_id", "environment")}), flush=True)
+        print(
+            json.dumps(
+                {key: row[key] for key in row if key not in ("schema", "run_id", "environment")}
+            ),
+            flush=True,
+        )
 
     write(environment)
-    runs = [(scheme, min(2, options.blocks) if scheme.startswith("vptq") else options.blocks) for scheme in options.schemes]
+    runs = [
+        (scheme, min(2, options.blocks) if scheme.startswith("vptq") else options.blocks)
+        for scheme in options.schemes
+    ]
     for scheme, blocks in [*runs, *((scheme, None) for scheme in options.full)]:
-        shared = dict(model=f"preset:{options.model}", checkpoint="random:0", weights="random", kv_dtype=None, **limits)
+        shared = dict(
+            model=f"preset:{options.model}",
+            checkpoint="random:0",
+            weights="random",
+            kv_dtype=None,
+            **limits,
+        )
         try:
             if blocks is None:
-                folder = write_model(options.model, options.work / options.model, device=torch.device(options.device))
+                folder = write_model(
+                    options.model, options.work / options.model, device=torch.device(options.device)
+                )
                 found = measure(str(folder), scheme, options, blocks=None)
             else:
                 found = measure(f"preset:{options.model}", scheme, options, blocks=blocks)
             write(make_row("quantize", environment["id"], **shared, **found))
         except Exception as error:
-            write(make_row("quantize", environment["id"], status="failed", reason=f"{type(error).__name__}: {error}"[:500],
-                           scheme=scheme, blocks=blocks, **shared))
+            write(
+                make_row(
+                    "quantize",
+                    environment["id"],
+                    status="failed",
+                    reason=f"{type(error).__name__}: {error}"[:500],
+                    scheme=scheme,
+                    blocks=blocks,
+                    **shared,
+                )
+            )
     shutil.rmtree(options.work, ignore_errors=True)
 
 

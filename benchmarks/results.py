@@ -1,18 +1,23 @@
 """Everything that is shown of the rows in benchmarks/h200/, made again: `make results`.
 
     docs/results/h200.md             the answer, and a list of the pages with all rows
-    docs/results/h200/*.md           all rows, a page or several for each kind of measurement (pages.py)
+    docs/results/h200/*.md           all rows, a page or several for each kind of measurement
+                                     (pages.py)
     docs/results/h200.html           all rows in one page with sortable tables
-    docs/results/NNN.md, .rst        the rows of NNN-*.jsonl in the layout of the document of that number
-    README.md, docs/performance.md, docs/quantize.md, docs/serve.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, by BLOCKS
+    docs/results/NNN.md, .rst        the rows of NNN-*.jsonl in the layout of the document of that
+                                     number
+    README.md, docs/performance.md, docs/quantize.md, docs/serve.md   what stands between `<!--
+        rows: NAME -->` and `<!-- end -->`, by BLOCKS
     docs/results/decode-speed-at-batch-1.png   the picture of the README
 
-Works with whatever files there are, and says which rows are missing and which were measured by code that has changed since
-(covered.py). No figure in those places is typed by hand. `python benchmarks/results.py --check` writes nothing and ends with
-exit code 1 where a document says something else than the rows.
+Works with whatever files there are, and says which rows are missing and which were measured by code
+that has changed since (covered.py). No figure in those places is typed by hand. `python
+benchmarks/results.py --check` writes nothing and ends with exit code 1 where a document says
+something else than the rows.
 
-Rows in the README are of this code, or are marked: where the code of a block's rows has changed since they were measured, it
-must be called `<!-- rows: NAME, older -->`, and then says of which commit it is. Else nothing is written.
+Rows in the README are of this code, or are marked: where the code of a block's rows has changed
+since they were measured, it must be called `<!-- rows: NAME, older -->`, and then says of which
+commit it is. Else nothing is written.
 """
 
 from __future__ import annotations
@@ -35,8 +40,18 @@ from pages import in_pages, names
 
 from flyweight.commands.report import write
 from flyweight.report import performance
-from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Point, Series, Table, with_colors
 from flyweight.report.answer import answer
+from flyweight.report.blocks import (
+    Block,
+    Figure,
+    Heading,
+    Items,
+    Paragraph,
+    Point,
+    Series,
+    Table,
+    with_colors,
+)
 from flyweight.report.document import SECTIONS, View, build
 from flyweight.report.figures import of_a_peer
 from flyweight.report.plot import draw
@@ -46,7 +61,12 @@ from flyweight.report.render import terminal
 from flyweight.report.rows import Results, Row
 
 ROWS, DOCS = Path("benchmarks/h200"), Path("docs/results")
-DOCUMENTS_WITH_BLOCKS = (Path("README.md"), Path("docs/performance.md"), Path("docs/quantize.md"), Path("docs/serve.md"))
+DOCUMENTS_WITH_BLOCKS = (
+    Path("README.md"),
+    Path("docs/performance.md"),
+    Path("docs/quantize.md"),
+    Path("docs/serve.md"),
+)
 DOCUMENTS = {"000": ".md", "001": ".md", "002": ".md", "003": ".md", "004": ".rst"}
 MODEL, SCHEMES = "qwen3-8b", ("bf16", "w8a8", "int4", "vptq")
 HEADLINE = (  # workload, metric, what it is called, digits
@@ -62,8 +82,11 @@ HEADLINE = (  # workload, metric, what it is called, digits
 
 def cells_of(results: Results) -> dict[tuple[str, str], Record]:
     """(workload, scheme) → the record of the headline's model in its own type."""
-    return {(one["work"], one["scheme"]): one for one in performance.beside(results, "latency")
-            if one["model"] == MODEL and one.get("kv_dtype") == "bfloat16"}
+    return {
+        (one["work"], one["scheme"]): one
+        for one in performance.beside(results, "latency")
+        if one["model"] == MODEL and one.get("kv_dtype") == "bfloat16"
+    }
 
 
 def headline(results: Results) -> list[Block]:
@@ -76,7 +99,13 @@ def headline(results: Results) -> list[Block]:
         line = [text]
         for record in (found.get((work, scheme), {}) for scheme in schemes):
             value, peer = record.get(metric), record.get(f"peer_{metric}")
-            shown = "–" if value is None else f"{value:.0%}" if metric == "share_of_limit" else f"{value:.{digits}f}"
+            shown = (
+                "–"
+                if value is None
+                else f"{value:.0%}"
+                if metric == "share_of_limit"
+                else f"{value:.{digits}f}"
+            )
             line.append(shown + (f" (vLLM {peer:.{digits}f})" if peer else ""))
         lines.append(tuple(line))
     return [Table("", ("Qwen3-8B", *schemes), tuple(lines))]
@@ -84,11 +113,24 @@ def headline(results: Results) -> list[Block]:
 
 def picture(results: Results) -> Figure:
     found = cells_of(results)
-    records = [found["decode_bound", scheme] for scheme in SCHEMES if ("decode_bound", scheme) in found]
-    series = [Series(name, tuple(Point(one["scheme"], one[key]) for one in records if one.get(key)))
-              for name, key in (("Flyweight", "decode_tok_s"), ("vLLM 0.24.0", "peer_decode_tok_s"),
-                                ("the memory's limit", "limit_tok_s"))]
-    return Figure("bars", "Decode speed at batch 1", "Qwen3-8B, 256 tokens in, 512 out, one H200", "tok/s", tuple(series))
+    records = [
+        found["decode_bound", scheme] for scheme in SCHEMES if ("decode_bound", scheme) in found
+    ]
+    series = [
+        Series(name, tuple(Point(one["scheme"], one[key]) for one in records if one.get(key)))
+        for name, key in (
+            ("Flyweight", "decode_tok_s"),
+            ("vLLM 0.24.0", "peer_decode_tok_s"),
+            ("the memory's limit", "limit_tok_s"),
+        )
+    ]
+    return Figure(
+        "bars",
+        "Decode speed at batch 1",
+        "Qwen3-8B, 256 tokens in, 512 out, one H200",
+        "tok/s",
+        tuple(series),
+    )
 
 
 def quality(results: Results) -> list[Block]:
@@ -108,12 +150,25 @@ def best(results: Results) -> list[Block]:
 
 
 def quantizing(results: Results) -> list[Block]:
-    """How long a model takes, and the memory, by quantize_speed.py: quality's jobs ran many at once."""
-    lines = [(row["scheme"], f"{row['seconds']:.0f}",
-              f"from {row['blocks']} blocks" if row["extrapolated"] else "whole, from disk to disk",
-              f"{row['peak_gpu_gb']:.1f}", f"{row['peak_host_gb']:.1f}")
-             for row in results.of("quantize") if "extrapolated" in row]
-    return [Table("", ("scheme", "seconds", "how", "GPU memory, GB", "host memory, GB"), tuple(lines))] if lines else []
+    """How long a model takes, and the memory, by quantize_speed.py: quality's jobs ran many at
+    once.
+    """
+    lines = [
+        (
+            row["scheme"],
+            f"{row['seconds']:.0f}",
+            f"from {row['blocks']} blocks" if row["extrapolated"] else "whole, from disk to disk",
+            f"{row['peak_gpu_gb']:.1f}",
+            f"{row['peak_host_gb']:.1f}",
+        )
+        for row in results.of("quantize")
+        if "extrapolated" in row
+    ]
+    return (
+        [Table("", ("scheme", "seconds", "how", "GPU memory, GB", "host memory, GB"), tuple(lines))]
+        if lines
+        else []
+    )
 
 
 def serving_block(name: str, results: Results) -> list[Block]:
@@ -126,13 +181,28 @@ LONG_PROMPT = 2048  # tokens, from which on power is the limit
 
 
 def zeros(results: Results) -> list[Block]:
-    """Prompts through random weights and through zeros, which the same kernels multiply faster at the GPU's power limit."""
-    found = {(*row["model"].split(":")[1:], row["case"], row["passes"]): row["step_ms"] for row in results.of("prefill")
-             if "step_ms" in row}
-    peers: dict[tuple[str, str, int, bool], list[float]] = {}  # the last: with vLLM's own dummy weights
+    """Prompts through random weights and through zeros, which the same kernels multiply faster at
+    the GPU's power limit.
+    """
+    found = {
+        (*row["model"].split(":")[1:], row["case"], row["passes"]): row["step_ms"]
+        for row in results.of("prefill")
+        if "step_ms" in row
+    }
+    # the last: with vLLM's own dummy weights
+    peers: dict[tuple[str, str, int, bool], list[float]] = {}
     for one in results.of("latency"):
-        if one["backend"].startswith(performance.PEER) and one["batch"] == 1 and one.get("ttft_ms_last"):
-            cell = (one["model"], performance.kind_of(one), one["input"], one["checkpoint"] == "random:vllm")
+        if (
+            one["backend"].startswith(performance.PEER)
+            and one["batch"] == 1
+            and one.get("ttft_ms_last")
+        ):
+            cell = (
+                one["model"],
+                performance.kind_of(one),
+                one["input"],
+                one["checkpoint"] == "random:vllm",
+            )
             peers.setdefault(cell, []).append(one["ttft_ms_last"])
     lines = []
     for (model, scheme, case, passes), time in found.items():
@@ -140,49 +210,97 @@ def zeros(results: Results) -> list[Block]:
             random = found.get((model, scheme, case, passes.partition(",")[0]))
             theirs = [peers.get((model, scheme, int(case), dummy)) for dummy in (False, True)]
             times = (random, time, *(median(ms) if ms else None for ms in theirs))
-            lines.append((model, scheme, f"{int(case):,}", *(f"{ms:.1f}" if ms else "–" for ms in times)))
-    columns = ("model", "scheme", "tokens", "random weights, ms", "zeros, ms", "vLLM, random weights, ms", "vLLM, dummies, ms")
+            lines.append(
+                (model, scheme, f"{int(case):,}", *(f"{ms:.1f}" if ms else "–" for ms in times))
+            )
+    columns = (
+        "model",
+        "scheme",
+        "tokens",
+        "random weights, ms",
+        "zeros, ms",
+        "vLLM, random weights, ms",
+        "vLLM, dummies, ms",
+    )
     return [Table("", columns, tuple(lines))] if lines else []
 
 
 def linears(results: Results) -> list[Block]:
-    """How many times as fast as cuBLAS in bf16, the least and the most of Qwen3-8B's four, ours and others'."""
+    """How many times as fast as cuBLAS in bf16, the least and the most of Qwen3-8B's four, ours and
+    others'.
+    """
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in results.of("kernel"):
         if str(row.get("shape")).startswith("qwen3-8b ") and row.get("ratio"):
             whose = row["kernel"] if of_a_peer(row) else "Flyweight"
-            found.setdefault((row["format"], whose), {}).setdefault(row["rows"], []).append(1 / row["ratio"])
+            found.setdefault((row["format"], whose), {}).setdefault(row["rows"], []).append(
+                1 / row["ratio"]
+            )
     counts = sorted({rows for line in found.values() for rows in line})
-    lines = [(*name, *(f"{min(line[rows]):.2f} – {max(line[rows]):.2f}" if rows in line else "–" for rows in counts))
-             for name, line in found.items()]
+    lines = [
+        (
+            *name,
+            *(
+                f"{min(line[rows]):.2f} – {max(line[rows]):.2f}" if rows in line else "–"
+                for rows in counts
+            ),
+        )
+        for name, line in found.items()
+    ]
     columns = ("format", "kernel", *(f"{rows:,} row{'s' * (rows > 1)}" for rows in counts))
     return [Table("", columns, tuple(lines))] if lines else []
 
 
 def plain_runs(results: Results) -> Results:
-    """Without imitations of other GPUs and without workloads that compare something else; their rows are in the pages."""
-    kept = [row for row in results.rows if " as " not in (results.device(row) or "") and row.get("workload") != "long_cache"]
+    """Without imitations of other GPUs and without workloads that compare something else; their
+    rows are in the pages.
+    """
+    kept = [
+        row
+        for row in results.rows
+        if " as " not in (results.device(row) or "") and row.get("workload") != "long_cache"
+    ]
     return replace(results, rows=tuple(kept))
 
 
 BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
-    "headline": headline, "quality": quality, "several": several, "best": best, "quantizing": quantizing, "zeros": zeros, "linears": linears,
+    "headline": headline,
+    "quality": quality,
+    "several": several,
+    "best": best,
+    "quantizing": quantizing,
+    "zeros": zeros,
+    "linears": linears,
     "limits": lambda results: performance.limits(plain_runs(results))[1:],
     "steps": lambda results: performance.step_table(plain_runs(results))[1:],
     **{name: partial(serving_block, name) for name in serving.BLOCKS},
 }
 
 
-PLACE = re.compile(r"<!-- rows: (?P<name>\w+)(?P<older>, older)? -->.*?<!-- end -->", flags=re.DOTALL)
+PLACE = re.compile(
+    r"<!-- rows: (?P<name>\w+)(?P<older>, older)? -->.*?<!-- end "
+    r"-->",
+    flags=re.DOTALL,
+)
 SHOWN: dict[str, Callable[[Row], bool]] = {  # blocks of the README → whether they show a row
-    "headline": lambda row: (row["bench"] == "latency" and row.get("model") == MODEL and row.get("backend") == "native"
-                             and row.get("kv_dtype") == "bfloat16" and row.get("workload") in {line[0] for line in HEADLINE}),
-    "best": lambda row: row["bench"] == "quality" and row.get("tool") == "flyweight" and row.get("scheme") in table.BEST,
+    "headline": lambda row: (
+        row["bench"] == "latency"
+        and row.get("model") == MODEL
+        and row.get("backend") == "native"
+        and row.get("kv_dtype") == "bfloat16"
+        and row.get("workload") in {line[0] for line in HEADLINE}
+    ),
+    "best": lambda row: (
+        row["bench"] == "quality"
+        and row.get("tool") == "flyweight"
+        and row.get("scheme") in table.BEST
+    ),
 }
 
 
 def filled(text: str, results: Results) -> str:
     """The document with the tables where it marks their places."""
+
     def made(match: re.Match[str]) -> str:
         name, older = match["name"], match["older"] or ""
         shown = terminal(BLOCKS[name](results) or [Paragraph("Not measured yet.")]).strip()
@@ -199,7 +317,9 @@ def ages(name: str, results: Results) -> str:
     for row in filter(SHOWN[name], results.rows):
         commit = (commit_of(results, row) or "unknown")[:12]
         days[commit] = max(days.get(commit, ""), str(row["time"])[:10])
-    return ", ".join(f"{commit} of {day}" for commit, day in sorted(days.items(), key=lambda item: item[1]))
+    return ", ".join(
+        f"{commit} of {day}" for commit, day in sorted(days.items(), key=lambda item: item[1])
+    )
 
 
 def unmarked(text: str, results: Results) -> list[str]:
@@ -211,9 +331,14 @@ def unmarked(text: str, results: Results) -> list[str]:
             continue
         rows = list(filter(SHOWN[name], results.rows))
         code = {path for row in rows for path in code_of(row)}
-        now = {changed(commit, sorted(code)) for commit in {commit_of(results, row) for row in rows}} - {"the same", "not ours"}
+        now = {
+            changed(commit, sorted(code)) for commit in {commit_of(results, row) for row in rows}
+        } - {"the same", "not ours"}
         if now:
-            found.append(f"{name}: {'; '.join(sorted(now))}: measure it again, or call it <!-- rows: {name}, older -->")
+            found.append(
+                f"{name}: {'; '.join(sorted(now))}: measure it again, or call it <!-- "
+                f"rows: {name}, older -->"
+            )
     return found
 
 
@@ -229,13 +354,19 @@ def differing(results: Results) -> list[Path]:
 
 def without_runs(blocks: Sequence[Block]) -> list[Block]:
     """The single runs are in the page and in the rows."""
-    return [block for block in blocks if not (isinstance(block, Items) and block.detail and block.title)
-            and not (isinstance(block, Heading) and block.text == "Detailed Results")]
+    return [
+        block
+        for block in blocks
+        if not (isinstance(block, Items) and block.detail and block.title)
+        and not (isinstance(block, Heading) and block.text == "Detailed Results")
+    ]
 
 
 def files(pattern: str) -> list[Path]:
     """Those with rows: a run that was cut off may have left nothing but its environment."""
-    return [path for path in sorted(ROWS.glob(pattern)) if path.stat().st_size and read_one(path).rows]
+    return [
+        path for path in sorted(ROWS.glob(pattern)) if path.stat().st_size and read_one(path).rows
+    ]
 
 
 def write_pages(results: Results) -> None:
@@ -253,7 +384,12 @@ def write_pages(results: Results) -> None:
             title = blocks[0].text if isinstance(blocks[0], Heading) else name
             listed.append((0, f"[{title}{f', page {number}' if number > 1 else ''}](h200/{file})"))
     notes = Items(tuple((0, note) for note in results.notes))
-    opening = [*answer(results, None), Heading("All rows"), Items(tuple(listed)), *([notes] if results.notes else [])]
+    opening = [
+        *answer(results, None),
+        Heading("All rows"),
+        Items(tuple(listed)),
+        *([notes] if results.notes else []),
+    ]
     write(DOCS / "h200.md", [*opening, *missing(results)], title="", draw=False, pictures="png")
 
 
@@ -272,7 +408,10 @@ def main() -> None:
     results = latest(read(files("*.jsonl")))
     if "--check" in sys.argv[1:]:
         found = differing(results)
-        print("\n".join(f"{path} does not say what the rows say: make results" for path in found) or "documents and rows agree")
+        print(
+            "\n".join(f"{path} does not say what the rows say: make results" for path in found)
+            or "documents and rows agree"
+        )
         sys.exit(1 if found else 0)
     if stale := unmarked(Path("README.md").read_text(encoding="utf-8"), results):
         sys.exit("README.md shows rows of older code:\n" + "\n".join(stale))

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""What each way of choosing tokens costs: engine steps of every mode against greedy ones, in one run.
+"""What each way of choosing tokens costs: engine steps of every mode against greedy ones, in one
+run.
 
-    python benchmarks/sampling.py OUT.jsonl [--model preset:qwen3-8b:int4] [--batch 1 64] [--rounds 10] [--only top_p,min_p]
+    python benchmarks/sampling.py OUT.jsonl [--model preset:qwen3-8b:int4] [--batch 1 64] [--rounds
+        10] [--only top_p,min_p]
 
-All modes take turns on the same sequences, in blocks of 10 steps. A row has `step_us` and `host_us`, the medians over a mode's
-blocks of a step's time and of the host's work in it, and `of_greedy`, the median of the greedy block of the same round divided
-by its own (`spread`: the standard deviation of those). `kernel_us`
-is the sampling kernel alone on the model's own logits, captured and replayed. Mode `constrained` has one request
-of the batch under a constraint: its mask, of random bits, is unpacked on the host for each token as a grammar's is. `mixed` has
-all modes by turns.
+All modes take turns on the same sequences, in blocks of 10 steps. A row has `step_us` and
+`host_us`, the medians over a mode's blocks of a step's time and of the host's work in it, and
+`of_greedy`, the median of the greedy block of the same round divided by its own (`spread`: the
+standard deviation of those). `kernel_us` is the sampling kernel alone on the model's own logits,
+captured and replayed. Mode `constrained` has one request of the batch under a constraint: its mask,
+of random bits, is unpacked on the host for each token as a grammar's is. `mixed` has all modes by
+turns.
 """
 
 from __future__ import annotations
@@ -30,14 +33,32 @@ from flyweight.clock import clock
 
 GREEDY = {"temperature": 0.0}
 MODES: dict[str, dict] = {
-    "temperature": {"temperature": 0.8}, "top_k": {"temperature": 0.8, "top_k": 20}, "top_p": {"temperature": 0.8, "top_p": 0.9},
-    "min_p": {"temperature": 0.8, "min_p": 0.05}, "qwen": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    "wide": {"temperature": 1.0, "top_p": 0.999}, "penalties": {"temperature": 0.8, "repetition_penalty": 1.1,
-                                                               "presence_penalty": 0.2, "frequency_penalty": 0.1},
-    "bias": {"temperature": 0.8, "logit_bias": {100 + i: 1.0 for i in range(100)}}, "constrained": GREEDY, "mixed": {},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 0.8, "top_k": 20},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "min_p": {"temperature": 0.8, "min_p": 0.05},
+    "qwen": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "wide": {"temperature": 1.0, "top_p": 0.999},
+    "penalties": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+    },
+    "bias": {"temperature": 0.8, "logit_bias": {100 + i: 1.0 for i in range(100)}},
+    "constrained": GREEDY,
+    "mixed": {},
 }
-NOTHING: dict = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-                 "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
+NOTHING: dict = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+}
 INPUT = 128
 BLOCK = 10  # steps that are timed together
 WARM = 3  # before them
@@ -53,13 +74,21 @@ class RandomMask:
     def allowed(self, generated: object) -> torch.Tensor:
         first = len(generated) * 7 % self.vocabulary  # type: ignore[arg-type]
         bits = self.bits[first : first + -(-self.vocabulary // 8)]
-        return torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool))
+        return torch.from_numpy(
+            numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool)
+        )
 
 
 def options_of(mode: str, index: int) -> dict:
     if mode != "mixed":
         return GREEDY if mode == "greedy" else MODES[mode]
-    kinds = [GREEDY, *(MODES[name] for name in ("temperature", "top_k", "top_p", "min_p", "qwen", "penalties", "bias"))]
+    kinds = [
+        GREEDY,
+        *(
+            MODES[name]
+            for name in ("temperature", "top_k", "top_p", "min_p", "qwen", "penalties", "bias")
+        ),
+    ]
     return kinds[index % len(kinds)]
 
 
@@ -106,10 +135,14 @@ class Sequences:
         self.engine.step()
 
 
-def measure(llm: LLM, modes: Sequence[str], batch: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Of each mode (seconds of a step, of the host), a pair for every block; greedy ones are among them.
+def measure(
+    llm: LLM, modes: Sequence[str], batch: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Of each mode (seconds of a step, of the host), a pair for every block; greedy ones are among
+    them.
 
-    All modes take turns on the same sequences: contexts, clocks and the machine's moods meet them alike.
+    All modes take turns on the same sequences: contexts, clocks and the machine's moods meet them
+    alike.
     """
     every = ["greedy", *modes]
     for mode in every:  # graphs are captured, kernels loaded
@@ -136,8 +169,12 @@ def kernel_seconds(llm: LLM, mode: str, batch: int, replays: int = 20) -> float 
     if rows.sampler is None or mode in ("greedy", "constrained"):
         return None
     requests = []
-    for i, prompt in enumerate(random_prompts(batch, INPUT, vocabulary=llm.config.vocab_size, seed=1)):
-        params = SamplingParams(max_tokens=50, ignore_eos=True, **options_of(mode, i)).with_defaults({})
+    for i, prompt in enumerate(
+        random_prompts(batch, INPUT, vocabulary=llm.config.vocab_size, seed=1)
+    ):
+        params = SamplingParams(
+            max_tokens=50, ignore_eos=True, **options_of(mode, i)
+        ).with_defaults({})
         requests += llm.engine.submit(prompt, params)
     while not all(request.generated >= 3 for request in requests):
         llm.engine.step()
@@ -173,14 +210,18 @@ def main() -> None:
     modes = options.only.split(",") if options.only else [*MODES]
     most = max(options.batch)
     length = INPUT + answer_tokens(modes, options.rounds) + 16
-    llm = LLM(options.model, max_num_seqs=most, max_model_len=length, blocks=most * (length // 16 + 2))
+    llm = LLM(
+        options.model, max_num_seqs=most, max_model_len=length, blocks=most * (length // 16 + 2)
+    )
     file = ResultFile(options.out)
     environment = environment_row(llm.device, measure_bandwidth=False)
     for batch in options.batch:
         times = measure(llm, modes, batch, options.rounds)
         for mode, blocks in times.items():
             step = statistics.median(one for one, _ in blocks)
-            ratios = [before / now for (before, _), (now, _) in zip(times["greedy"], blocks, strict=True)]
+            ratios = [
+                before / now for (before, _), (now, _) in zip(times["greedy"], blocks, strict=True)
+            ]
             kernel = kernel_seconds(llm, mode, batch)
             row = {
                 "model": options.model,
@@ -197,8 +238,11 @@ def main() -> None:
             }
             file.add(environment, make_row("sampling", environment["id"], **rounded(row, 5)))
             kernel_text = "" if kernel is None else f", kernel {kernel * 1e6:.1f} µs"
-            print(f"batch {batch:3} {mode:12} {step * 1e6:8.1f} µs  {batch / step:9.0f} tok/s  "
-                  f"{row['of_greedy']:.3f}, host {row['host_us']:.0f} µs{kernel_text}", flush=True)
+            print(
+                f"batch {batch:3} {mode:12} {step * 1e6:8.1f} µs  {batch / step:9.0f} tok/s  "
+                f"{row['of_greedy']:.3f}, host {row['host_us']:.0f} µs{kernel_text}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

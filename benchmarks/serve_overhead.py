@@ -53,7 +53,8 @@ TOOL = {
             "type": "object",
             "properties": {
                 "path": {"type": "string", "enum": ["notes.txt", "draft.txt"]},
-                # any text, which may end only after letters that no answer writes: all have one length
+                # any text, which may end only after letters that no answer writes: all have one
+                # length
                 "text": {"type": "string", "pattern": r'^[^"\\\x00-\x1f]*qqqqqqqq$'},
             },
             "required": ["path", "text"],
@@ -70,8 +71,13 @@ def plain_body(dice: random.Random, *, input: int, output: int) -> dict[str, Any
 
 def tools_body(dice: random.Random, *, input: int, output: int) -> dict[str, Any]:
     words = " ".join(dice.choice(("red", "green", "blue", "one", "two")) for _ in range(input))
-    return {"messages": [{"role": "user", "content": words}], "tools": [TOOL],
-            "tool_choice": "required", "max_tokens": output, "temperature": 0}
+    return {
+        "messages": [{"role": "user", "content": words}],
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": output,
+        "temperature": 0,
+    }
 
 
 WORK = {"plain": ("/v1/completions", plain_body), "tools": ("/v1/chat/completions", tools_body)}
@@ -112,12 +118,20 @@ def answer(connection: Connection, model: str, options: dict[str, Any]) -> None:
     garbage.settle()  # as the server's processes do
     while (bodies := connection.recv()) is not None:
         work = [shapes.of(body) for body in bodies]
-        params = [SamplingParams(temperature=0, max_tokens=body["max_tokens"],
-                                 ignore_eos=body.get("ignore_eos", False)) for body in bodies]
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=body["max_tokens"],
+                ignore_eos=body.get("ignore_eos", False),
+            )
+            for body in bodies
+        ]
         begin = time.perf_counter()
-        requests = [request for (tokens, constraint), one in zip(work, params, strict=True)
-                    for request in llm.engine.submit(tokens, one.with_defaults({}),
-                                                     constraint=constraint)]
+        requests = [
+            request
+            for (tokens, constraint), one in zip(work, params, strict=True)
+            for request in llm.engine.submit(tokens, one.with_defaults({}), constraint=constraint)
+        ]
         while not all(request.finished for request in requests):
             llm.engine.step()
         seconds = time.perf_counter() - begin
@@ -152,9 +166,15 @@ class Shapes:
         request = ChatRequest(**body)
         prompt = asyncio.run(self.prompts.chat(request))
         thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
-        plan = plan_answer(request.chosen_tools, request.guide, self.words, thinking=thinking,
-                           form=choose_format(self.prompts.template, None), parallel=True,
-                           free=request.endless)
+        plan = plan_answer(
+            request.chosen_tools,
+            request.guide,
+            self.words,
+            thinking=thinking,
+            form=choose_format(self.prompts.template, None),
+            parallel=True,
+            free=request.endless,
+        )
         return prompt.tokens, self.grammars(plan.grammar)
 
 
@@ -184,16 +204,22 @@ class Turns:
         ratios = [own.whole / http.whole for own, http in pairs]
         begun = [own.begun / http.begun for own, http in pairs]
         rest = [(own.whole - own.begun) / (http.whole - http.begun) for own, http in pairs]
-        return {"output_tok_s": round(tokens / statistics.median(took.whole for took in self.http), 2),
-                "engine_tok_s": round(tokens / statistics.median(took.whole for took in self.engine), 2),
-                "share_of_engine": round(statistics.median(ratios), 4), "goal": GOAL,
-                "share_of_engine_samples": [round(ratio, 4) for ratio in ratios],
-                "share_until_first_tokens": round(statistics.median(begun), 4),
-                "share_from_then_on": round(statistics.median(rest), 4)}
+        return {
+            "output_tok_s": round(tokens / statistics.median(took.whole for took in self.http), 2),
+            "engine_tok_s": round(
+                tokens / statistics.median(took.whole for took in self.engine), 2
+            ),
+            "share_of_engine": round(statistics.median(ratios), 4),
+            "goal": GOAL,
+            "share_of_engine_samples": [round(ratio, 4) for ratio in ratios],
+            "share_until_first_tokens": round(statistics.median(begun), 4),
+            "share_from_then_on": round(statistics.median(rest), 4),
+        }
 
 
-async def through_http(port: int, path: str, bodies: Sequence[dict[str, Any]],
-                       times: dict[str, list[float]]) -> Took:
+async def through_http(
+    port: int, path: str, bodies: Sequence[dict[str, Any]], times: dict[str, list[float]]
+) -> Took:
     async def one(body: dict[str, Any]) -> tuple[int, float]:
         asked = body | {"stream_options": {"include_usage": True}}
         came = [event async for event in stream(port, asked, path=path)]
@@ -231,20 +257,27 @@ def _write_folder(model: str, folder: Path, tokenizer: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokenizer", type=Path, help="a folder; for presets, which have none")
-    parser.add_argument("--folder", type=Path, default=Path("serve_overhead.work"),
-                        help="where a preset's weights go beside the tokenizer; as it is if there")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("serve_overhead.work"),
+        help="where a preset's weights go beside the tokenizer; as it is if there",
+    )
     parser.add_argument("--work", default="plain", help="plain, tools, or both with a comma")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--input", type=int, default=16)
     parser.add_argument("--output-tokens", type=int, default=48)
-    parser.add_argument("-o", "--output", type=Path,
-                        default=Path(__file__).parent / "cpu" / "serve_overhead.jsonl")
-    parser.add_argument("--flag", action="append", default=[],
-                        help="what is wrong with this run, for the row")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(__file__).parent / "cpu" / "serve_overhead.jsonl"
+    )
+    parser.add_argument(
+        "--flag", action="append", default=[], help="what is wrong with this run, for the row"
+    )
     given = parser.parse_args()
     model = given.model
     if given.tokenizer is not None:
@@ -259,20 +292,25 @@ def measure(model: str, given: argparse.Namespace) -> None:
     context = given.input + given.output_tokens + TEMPLATE_TOKENS
     size = {"max_num_seqs": seats, "max_model_len": context}
     own = Engine(model, size | {"prefix_cache": False})
-    flags = [word for name, value in size.items()
-             for word in (f"--{name.replace('_', '-')}", str(value))]
-    every = [Turns(work, concurrency) for work in given.work.split(",")
-             for concurrency in CONCURRENCIES]
+    flags = [
+        word for name, value in size.items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    every = [
+        Turns(work, concurrency) for work in given.work.split(",") for concurrency in CONCURRENCIES
+    ]
     with server(model, *flags, "--no-prefix-cache") as served:
         for turns in every:  # a round that does not count: what is to be compiled or allocated
-            Turns(turns.work, turns.concurrency).take(own, served.port, input=given.input, output=8,
-                                                      seed=0)
+            Turns(turns.work, turns.concurrency).take(
+                own, served.port, input=given.input, output=8, seed=0
+            )
         garbage.settle()  # of the clients
         for turn in range(given.rounds):
             for turns in every:
-                turns.take(own, served.port, input=given.input, output=given.output_tokens,
-                           seed=turn + 1)
-            # what was measured is kept, whatever comes; the bandwidth needs memory that is taken now
+                turns.take(
+                    own, served.port, input=given.input, output=given.output_tokens, seed=turn + 1
+                )
+            # what was measured is kept, whatever comes; the bandwidth needs memory that is taken
+            # now
             write(every, given, environment_row(served.facts["device"], measure_bandwidth=False))
     own.stop()
     write(every, given, environment_row(served.facts["device"]))
@@ -289,11 +327,18 @@ def write(every: Sequence[Turns], given: argparse.Namespace, environment: dict[s
 def row_of(turns: Turns, given: argparse.Namespace, environment: str) -> dict[str, Any]:
     sampling = {"plain": "greedy", "tools": "greedy, a tool's call under its grammar"}
     return make_row(
-        "serve", environment, **about(given.model), concurrency=turns.concurrency,
-        arrivals="at once", sampling=sampling[turns.work], flags=given.flag,
+        "serve",
+        environment,
+        **about(given.model),
+        concurrency=turns.concurrency,
+        arrivals="at once",
+        sampling=sampling[turns.work],
+        flags=given.flag,
         dataset=f"random {given.input} in, {given.output_tokens} out",
-        ttft_ms=percentiles(turns.times["ttft"]), tpot_ms=percentiles(turns.times["tpot"]),
-        **turns.figures(given.output_tokens))
+        ttft_ms=percentiles(turns.times["ttft"]),
+        tpot_ms=percentiles(turns.times["tpot"]),
+        **turns.figures(given.output_tokens),
+    )
 
 
 if __name__ == "__main__":

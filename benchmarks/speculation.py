@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""What speculation is worth on real prompts: answers of one request at a time with each drafter, beside answers without.
+"""What speculation is worth on real prompts: answers of one request at a time with each drafter,
+beside answers without.
 
-    python benchmarks/speculation.py smollm2-135m --speculate ngram --speculate eagle3:./my-head --text book.txt \
+    python benchmarks/speculation.py smollm2-135m --speculate ngram --speculate eagle3:./my-head
+        --text book.txt \
         --chat mt-bench-questions.jsonl --code src/flyweight/engine/scheduler.py
 
 Kinds of prompts:
@@ -11,10 +13,11 @@ Kinds of prompts:
     chat      the first turns of --chat (JSON lines with `turns`)
     plain     the beginning of a passage of --text, to be continued: nothing to copy
 
-A row for each kind and drafter: tokens a second after the first token (median over prompts), the ratio to no speculation in the
-same run, tokens a step, the share of right guesses, where the time of steps with guesses goes (`host_us`, `step_us`, medians),
-and how many answers are the same token by token. Greedy. On a GPU there
-is a row for each drafter, too, of the memory that it takes: all of it, its weights, and what is beside them.
+A row for each kind and drafter: tokens a second after the first token (median over prompts), the
+ratio to no speculation in the same run, tokens a step, the share of right guesses, where the time
+of steps with guesses goes (`host_us`, `step_us`, medians), and how many answers are the same token
+by token. Greedy. On a GPU there is a row for each drafter, too, of the memory that it takes: all of
+it, its weights, and what is beside them.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ def renamed(piece: str) -> str:
     """The prompt for a piece of code: its most frequent name of one's own gets another."""
     names = re.findall(r"\b[a-z_]{5,}\b", piece)
     name = max(set(names), key=names.count) if names else "value"
-    return f"Rewrite this code with `{name}` renamed to `{name}_new`, and change nothing else.\n\n```python\n{piece}\n```"
+    return (
+        f"Rewrite this code with `{name}` renamed to `{name}_new`, and change nothing "
+        f"else.\n\n```python\n{piece}\n```"
+    )
 
 
 def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
@@ -71,19 +77,26 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
     count = options.prompts
     if options.text:
         texts = passages(options.text, PASSAGE, count)
-        found["quoting"] = [ask(f"Repeat the following text word for word:\n\n{text}") for text in texts]
+        found["quoting"] = [
+            ask(f"Repeat the following text word for word:\n\n{text}") for text in texts
+        ]
         found["plain"] = [text[:200] for text in texts]
     if options.code:
         found["code"] = [ask(renamed(piece)) for piece in passages(options.code, PIECE, count)]
     if options.chat:
         lines = [json.loads(line) for line in Path(options.chat).read_text().splitlines() if line]
-        found["chat"] = [ask(line["turns"][0]) for line in lines[:: max(1, len(lines) // count)][:count]]
-    return {kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only}
+        found["chat"] = [
+            ask(line["turns"][0]) for line in lines[:: max(1, len(lines) // count)][:count]
+        ]
+    return {
+        kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only
+    }
 
 
 class StepClock:
-    """Where the time of steps with guesses goes: from a step's tokens being read to the next step's launch (`host`), and from
-    there to its tokens being read (`step`)."""
+    """Where the time of steps with guesses goes: from a step's tokens being read to the next step's
+    launch (`host`), and from there to its tokens being read (`step`).
+    """
 
     def __init__(self, llm: LLM):
         self.host: list[float] = []
@@ -139,26 +152,32 @@ def speed(output: Output) -> float:
     return sum(tokens for _, tokens in chunks[1:]) / (chunks[-1][0] - chunks[0][0])
 
 
-def measure(llm: LLM, prompts: list[Prompt], tokens: int, clock: StepClock) -> tuple[float, dict[str, Any], list[list[int]]]:
+def measure(
+    llm: LLM, prompts: list[Prompt], tokens: int, clock: StepClock
+) -> tuple[float, dict[str, Any], list[list[int]]]:
     """The second of two rounds: the first captures and compiles."""
     outputs: list[Output] = []
     for _ in range(2):
         clock.figures()
         if llm.engine.speculator is not None:
             llm.engine.speculator.restart()
-        outputs = [llm.generate([prompt], max_tokens=tokens, temperature=0)[0] for prompt in prompts]
+        outputs = [
+            llm.generate([prompt], max_tokens=tokens, temperature=0)[0] for prompt in prompts
+        ]
     answers = [output.completions[0].token_ids for output in outputs]
     steps = sum(len(output.completions[0].timing.chunks) for output in outputs)
     more: dict[str, Any] = {"tokens_per_step": round(sum(map(len, answers)) / max(1, steps), 3)}
     if llm.engine.speculator is not None:
         more |= {name: round(value, 4) for name, value in llm.engine.speculator.figures().items()}
-        more |= clock.figures() if llm.device.type == "cuda" else {}  # a CPU's launch is the step itself
+        # a CPU's launch is the step itself
+        more |= clock.figures() if llm.device.type == "cuda" else {}
     return statistics.median([speed(output) for output in outputs]), more, answers
 
 
 def held_bytes() -> int:
-    """Of the device's memory by this process, captured steps included, once nothing is held that is not needed. The driver's
-    own, which the first engine of a process makes it take, does not count."""
+    """Of the device's memory by this process, captured steps included, once nothing is held that is
+    not needed. The driver's own, which the first engine of a process makes it take, does not count.
+    """
     if not torch.cuda.is_available():
         return 0
     gc.collect()
@@ -179,13 +198,22 @@ def drafter_bytes(llm: LLM) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("--speculate", action="append", required=True, help="a drafter; may be given several times")
+    parser.add_argument(
+        "--speculate", action="append", required=True, help="a drafter; may be given several times"
+    )
     parser.add_argument("--text", action="append")
     parser.add_argument("--code", action="append")
     parser.add_argument("--chat")
-    parser.add_argument("--only", action="append", choices=("quoting", "plain", "code", "chat"), help="kinds; all that there are")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=("quoting", "plain", "code", "chat"),
+        help="kinds; all that there are",
+    )
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
     parser.add_argument("--device", default=None)
@@ -193,30 +221,55 @@ def main() -> None:
     kinds = prompts_of(options)
     plain: dict[str, tuple[float, list[list[int]]]] = {}
     used_by: dict[str, int] = {}
-    first = LLM(options.model, device=options.device, max_model_len=CONTEXT, blocks=4 * CONTEXT // 16)
-    if first.device.type == "cuda":  # what libraries take once, the first engine's memory would count
+    first = LLM(
+        options.model, device=options.device, max_model_len=CONTEXT, blocks=4 * CONTEXT // 16
+    )
+    # what libraries take once, the first engine's memory would count
+    if first.device.type == "cuda":
         first.generate([next(iter(kinds.values()))[0]], max_tokens=8, temperature=0)
     del first
     for drafter in ["off", *options.speculate]:
         begin = time.monotonic()
         held = held_bytes()
-        llm = LLM(options.model, device=options.device, speculate=drafter, prefix_cache=False, max_num_seqs=4,
-                  max_model_len=CONTEXT, blocks=4 * CONTEXT // 16)
+        llm = LLM(
+            options.model,
+            device=options.device,
+            speculate=drafter,
+            prefix_cache=False,
+            max_num_seqs=4,
+            max_model_len=CONTEXT,
+            blocks=4 * CONTEXT // 16,
+        )
         name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
         clock = StepClock(llm)
         for kind, prompts in kinds.items():
             tok_s, more, answers = measure(llm, prompts, options.tokens, clock)
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
-            row = {"model": options.model, "device": name, "executor": llm.executor, "prompts": kind, "drafter": drafter,
-                   "tok_s": round(tok_s, 1), "ratio": round(tok_s / without, 3) if without else None,
-                   "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)), "of": len(answers)}
+            row = {
+                "model": options.model,
+                "device": name,
+                "executor": llm.executor,
+                "prompts": kind,
+                "drafter": drafter,
+                "tok_s": round(tok_s, 1),
+                "ratio": round(tok_s / without, 3) if without else None,
+                "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)),
+                "of": len(answers),
+            }
             print(json.dumps(row | more), flush=True)
         if llm.device.type == "cuda":
             used_by[drafter] = held_bytes() - held
             more, weights = used_by[drafter] - used_by["off"], drafter_bytes(llm)
-            row = {"model": options.model, "device": name, "what": "memory", "drafter": drafter, "mb": round(more / 1e6, 1),
-                   "drafter_weights_mb": round(weights / 1e6, 1), "beside_mb": round((more - weights) / 1e6, 1)}
+            row = {
+                "model": options.model,
+                "device": name,
+                "what": "memory",
+                "drafter": drafter,
+                "mb": round(more / 1e6, 1),
+                "drafter_weights_mb": round(weights / 1e6, 1),
+                "beside_mb": round((more - weights) / 1e6, 1),
+            }
             print(json.dumps(row), flush=True)
         print(f"# {drafter}: {time.monotonic() - begin:.0f} s", flush=True)
         del llm

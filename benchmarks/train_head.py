@@ -1,23 +1,29 @@
 #!/usr/bin/env python3
-"""Train a drafter for a model: an EAGLE-3 head, or a small student that `--speculate model:FOLDER` runs.
+"""Train a drafter for a model: an EAGLE-3 head, or a small student that `--speculate model:FOLDER`
+runs.
 
-    python benchmarks/train_head.py smollm2-135m ./my-head --text book.txt --text code.py --minutes 2
+    python benchmarks/train_head.py smollm2-135m ./my-head --text book.txt --text code.py --minutes
+        2
     flyweight generate smollm2-135m --speculate eagle3:./my-head --prompt "Once upon a time"
 
-    python benchmarks/train_head.py ./smollm2-fp16 ./my-student --student 4 --text book.txt --minutes 2
+    python benchmarks/train_head.py ./smollm2-fp16 ./my-student --student 4 --text book.txt
+        --minutes 2
     flyweight generate ./smollm2-fp16 --speculate model:./my-student --prompt "Once upon a time"
 
-A drafter should guess what the model says, not what books say: the texts are cut into prompts, the model answers all of them
-(up to `--answer` tokens each), and prompts and answers are what is learned from, towards the model's own probabilities. With
-`--chat` a piece of text is a part of a question, in the model's chat template: to be repeated, explained, summed up and so on
-(`REQUESTS`). The answers are kept in OUT/answers.json and the state of training in OUT/training.pt, so that a run that was cut
-off goes on where it was; both can be deleted afterwards.
+A drafter should guess what the model says, not what books say: the texts are cut into prompts, the
+model answers all of them (up to `--answer` tokens each), and prompts and answers are what is
+learned from, towards the model's own probabilities. With `--chat` a piece of text is a part of a
+question, in the model's chat template: to be repeated, explained, summed up and so on (`REQUESTS`).
+The answers are kept in OUT/answers.json and the state of training in OUT/training.pt, so that a run
+that was cut off goes on where it was; both can be deleted afterwards.
 
-A head begins as the model's last layer, its lm_head as the rows of the model's own for the `--vocabulary` most frequent tokens. It
-is trained on its own results for `--unroll` guesses ahead, as EAGLE-3 is ("training-time test"): guess j of place i sees the
-model's states up to i, and behind them its own. A student begins as so many layers of the model, evenly chosen.
+A head begins as the model's last layer, its lm_head as the rows of the model's own for the
+`--vocabulary` most frequent tokens. It is trained on its own results for `--unroll` guesses ahead,
+as EAGLE-3 is ("training-time test"): guess j of place i sees the model's states up to i, and behind
+them its own. A student begins as so many layers of the model, evenly chosen.
 
-The last line is JSON: loss before and after, and the share of right guesses (first, second, …) on texts kept back.
+The last line is JSON: loss before and after, and the share of right guesses (first, second, …) on
+texts kept back.
 """
 
 from __future__ import annotations
@@ -71,16 +77,20 @@ CODE_REQUESTS = {
 NAME = re.compile(r"\b[a-z_]{5,}\b")
 
 
-def answers_of(llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7,
-               whole: bool = True) -> Sequences:
+def answers_of(
+    llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7, whole: bool = True
+) -> Sequences:
     """Each prompt with what the model says next; not `whole`: up to where its answer ends."""
     outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=whole)
-    return [[*prompt, *output.completions[0].token_ids]
-            for prompt, output in zip(prompts, outputs, strict=True)]
+    return [
+        [*prompt, *output.completions[0].token_ids]
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
-def answers_within(llm: LLM, prompts: Sequences, tokens: int, *, whole: bool,
-                   seconds: float) -> Sequences:
+def answers_within(
+    llm: LLM, prompts: Sequences, tokens: int, *, whole: bool, seconds: float
+) -> Sequences:
     """Answers to as many of the prompts as there is time for, by turns the likeliest ones and
     sampled ones: both are asked for later.
     """
@@ -95,9 +105,11 @@ def answers_within(llm: LLM, prompts: Sequences, tokens: int, *, whole: bool,
     return found
 
 
-def prompts_of(llm: LLM, files: Sequence[str], length: int, most: int, *, chat: bool = False) -> Sequences:
-    """Texts cut into pieces of `length` tokens, as many of each file as it has, up to `most` in all, in
-    an order that does not depend on the files'.
+def prompts_of(
+    llm: LLM, files: Sequence[str], length: int, most: int, *, chat: bool = False
+) -> Sequences:
+    """Texts cut into pieces of `length` tokens, as many of each file as it has, up to `most` in
+    all, in an order that does not depend on the files'.
     """
     assert llm.tokenizer is not None
     pieces: list[tuple[bool, list[int]]] = []
@@ -106,7 +118,9 @@ def prompts_of(llm: LLM, files: Sequence[str], length: int, most: int, *, chat: 
         code = file.endswith(".py")
         pieces += [(code, tokens[i : i + length]) for i in range(0, len(tokens) - length, length)]
     if not pieces:
-        raise SystemExit(f"the texts have no piece of {length} tokens: give longer ones, or --prompt")
+        raise SystemExit(
+            f"the texts have no piece of {length} tokens: give longer ones, or --prompt"
+        )
     chance = random.Random(0)
     chance.shuffle(pieces)
     if not chat:
@@ -134,7 +148,9 @@ def frequent(sequences: Sequences, count: int, vocabulary: int) -> Tensor:
     counted = Counter(token for sequence in sequences for token in sequence)
     chosen = [token for token, _ in counted.most_common(count)]
     known = set(chosen)
-    chosen += itertools.islice((token for token in range(vocabulary) if token not in known), count - len(chosen))
+    chosen += itertools.islice(
+        (token for token in range(vocabulary) if token not in known), count - len(chosen)
+    )
     return torch.tensor(sorted(chosen))
 
 
@@ -152,9 +168,14 @@ class Head(nn.Module):
         self.shape = target.config
         self.register_buffer("kept", kept.to(target.device))
         self.register_buffer("sizes", sizes.to(target.device))
-        self.weights = nn.ParameterDict({
-            name.replace(".", "/"): nn.Parameter(tensor.float().to(target.device))
-            for name, tensor in first_weights(llm, kept, eagle3.shapes(self.config, target.config.hidden_size)).items()})
+        self.weights = nn.ParameterDict(
+            {
+                name.replace(".", "/"): nn.Parameter(tensor.float().to(target.device))
+                for name, tensor in first_weights(
+                    llm, kept, eagle3.shapes(self.config, target.config.hidden_size)
+                ).items()
+            }
+        )
         with torch.no_grad():
             width = self.shape.hidden_size
             self["fc"][:, -width:] *= self.sizes[-width:]
@@ -178,13 +199,27 @@ class Head(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def heads_of(self, x: Tensor, name: str, step: int) -> Tensor:
-        found = self.linear(x, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, self.shape.head_dim))
+        found = self.linear(x, f"midlayer.self_attn.{name}_proj").unflatten(
+            -1, (-1, self.shape.head_dim)
+        )
         found = found if name == "v" else self.turn(found, step)
-        return found if name == "q" else found.repeat_interleave(self.shape.heads // self.shape.kv_heads, 2)
+        return (
+            found
+            if name == "q"
+            else found.repeat_interleave(self.shape.heads // self.shape.kv_heads, 2)
+        )
 
     def step(self, embedded: Tensor, hidden: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The layer for every place at once, `len(seen)` guesses behind it; `seen` gets this step's keys and values."""
-        x = torch.cat([self.norm(embedded, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm")], -1)
+        """The layer for every place at once, `len(seen)` guesses behind it; `seen` gets this step's
+        keys and values.
+        """
+        x = torch.cat(
+            [
+                self.norm(embedded, "midlayer.input_layernorm"),
+                self.norm(hidden, "midlayer.hidden_norm"),
+            ],
+            -1,
+        )
         query, key, value = (self.heads_of(x, name, len(seen)) for name in "qkv")
         seen.append((key, value))
         size = self.shape.head_dim
@@ -199,12 +234,16 @@ class Head(nn.Module):
             mixed = mixed + shares[..., tokens + i].transpose(1, 2)[..., None] * values
         hidden = hidden + self.linear(mixed.flatten(2), "midlayer.self_attn.o_proj")
         y = self.norm(hidden, "midlayer.post_attention_layernorm")
-        gated = nn.functional.silu(self.linear(y, "midlayer.mlp.gate_proj")) * self.linear(y, "midlayer.mlp.up_proj")
+        gated = nn.functional.silu(self.linear(y, "midlayer.mlp.gate_proj")) * self.linear(
+            y, "midlayer.mlp.up_proj"
+        )
         return hidden + self.linear(gated, "midlayer.mlp.down_proj")
 
     def guesses(self, states: Tensor, embedded: Tensor, count: int) -> Iterator[Tensor]:
-        """Logits [batch, tokens, vocabulary of the head] of the first, second, … guess behind every place. `states` [batch,
-        tokens, …] of the model; `embedded` has `count` tokens more, the first behind the first place."""
+        """Logits [batch, tokens, vocabulary of the head] of the first, second, … guess behind every
+        place. `states` [batch, tokens, …] of the model; `embedded` has `count` tokens more, the
+        first behind the first place.
+        """
         hidden, tokens = self.linear(states / self.sizes, "fc"), states.shape[1]
         seen: list[tuple[Tensor, Tensor]] = []
         for guess in range(count):
@@ -223,20 +262,34 @@ class Head(nn.Module):
 
 
 def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """fc takes the last of the model's states as they are and hardly the others, the layer is the model's last, which makes
-    little of embeddings yet; lm_head and norm are the model's own. What the files name otherwise is small noise or ones."""
+    """fc takes the last of the model's states as they are and hardly the others, the layer is the
+    model's last, which makes little of embeddings yet; lm_head and norm are the model's own. What
+    the files name otherwise is small noise or ones.
+    """
     target = llm.decoder
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, shape in shapes.items():
         if name not in ("d2t", "t2d"):
-            found[name] = torch.randn(shape, generator=generator) * 0.02 if len(shape) == 2 else torch.ones(shape)
+            found[name] = (
+                torch.randn(shape, generator=generator) * 0.02
+                if len(shape) == 2
+                else torch.ones(shape)
+            )
     hidden, last = target.config.hidden_size, f"model.layers.{target.config.layers - 1}."
     found["fc.weight"][:, -hidden:] = torch.eye(hidden)
     for name in list(found):
-        own = name.removeprefix("midlayer.").replace("input_layernorm", "").replace("hidden_norm", "input_layernorm")
+        own = (
+            name.removeprefix("midlayer.")
+            .replace("input_layernorm", "")
+            .replace("hidden_norm", "input_layernorm")
+        )
         if name.startswith("midlayer.") and own and llm.weights.has(last + own):
-            stored = llm.weights.tensor(last + own) if "norm" in own else llm.weights.linear(last + own[:-7]).dequantize()
+            stored = (
+                llm.weights.tensor(last + own)
+                if "norm" in own
+                else llm.weights.linear(last + own[:-7]).dequantize()
+            )
             if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 if not target.config.qk_norm:  # a head has none, and scores would be far too large
                     found[name][:, hidden:] = stored.float().cpu()
@@ -246,13 +299,16 @@ def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) ->
     found["norm.weight"] = norm.weight.float().cpu()
     eye = torch.eye(hidden, dtype=target.dtype, device=target.device)
     with torch.inference_mode():
-        rows = [target.head(part)[:, : target.config.vocab_size].float() for part in eye.split(256)]  # [hidden, vocabulary]
+        # [hidden, vocabulary]
+        rows = [target.head(part)[:, : target.config.vocab_size].float() for part in eye.split(256)]
         found["lm_head.weight"] = torch.cat(rows)[:, kept.to(target.device)].T.cpu()
     return {name: value.clone() for name, value in found.items()}
 
 
 class Lesson:
-    """What the model knows of a few sequences: states, embeddings, and its own probabilities of the head's tokens."""
+    """What the model knows of a few sequences: states, embeddings, and its own probabilities of the
+    head's tokens.
+    """
 
     def __init__(self, target: Decoder, head: Head, batch: Taught, unroll: int):
         with torch.inference_mode():
@@ -271,7 +327,9 @@ class Lesson:
         self.kept = head.kept
 
     def loss(self, head: Head, unroll: int) -> tuple[Tensor, list[float]]:
-        """Cross-entropy with the model's probabilities, later guesses counting less; and the share of right guesses."""
+        """Cross-entropy with the model's probabilities, later guesses counting less; and the share
+        of right guesses.
+        """
         total, right = self.states.new_zeros(()), []
         for guess, logits in enumerate(head.guesses(self.states, self.embedded, unroll)):
             shares = self.wanted[guess].float().softmax(-1)
@@ -299,8 +357,12 @@ def mean(values: Tensor, counted: Tensor) -> Tensor:
     return (values * counted).sum() / counted.sum()
 
 
-def batches(sequences: Sequences, size: int, device: torch.device, first: int = 0) -> Iterator[Taught]:
-    """Forever, sequences of about one length together, in an order of its own for each round, from batch number `first` on."""
+def batches(
+    sequences: Sequences, size: int, device: torch.device, first: int = 0
+) -> Iterator[Taught]:
+    """Forever, sequences of about one length together, in an order of its own for each round, from
+    batch number `first` on.
+    """
     ordered = sorted(sequences, key=len)
     groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
     for number in itertools.count(first):
@@ -321,7 +383,9 @@ def head_config(llm: LLM, vocabulary: int) -> dict[str, Any]:
 def tap(target: Decoder, config: dict[str, Any]) -> None:
     layers = target.config.layers
     places = config.get("eagle_aux_hidden_state_layer_ids") or eagle3.default_places(layers)
-    target.taps = Taps(places, target.config.hidden_size, rows=0, dtype=target.dtype, device=target.device)
+    target.taps = Taps(
+        places, target.config.hidden_size, rows=0, dtype=target.dtype, device=target.device
+    )
 
 
 def usual_sizes(target: Decoder, batch: Taught) -> Tensor:
@@ -334,10 +398,26 @@ def usual_sizes(target: Decoder, batch: Taught) -> Tensor:
     return found.clamp(min=1e-3).clone()
 
 
-def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int, steps: int, minutes: float = 1e9,
-               batch: int = 8, unroll: int = 3, rate: float = 1e-3, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Train, or go on training, into `folder`; returns losses and shares of right guesses on what was kept back."""
-    kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
+def train_head(
+    llm: LLM,
+    sequences: Sequences,
+    folder: Path,
+    *,
+    vocabulary: int,
+    steps: int,
+    minutes: float = 1e9,
+    batch: int = 8,
+    unroll: int = 3,
+    rate: float = 1e-3,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Train, or go on training, into `folder`; returns losses and shares of right guesses on what
+    was kept back.
+    """
+    kept_back, taught = (
+        sequences[::KEPT_BACK],
+        [one for i, one in enumerate(sequences) if i % KEPT_BACK],
+    )
     target = llm.decoder
     kept = frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size)
     tap(target, head_config(llm, len(kept)))
@@ -346,16 +426,40 @@ def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int,
     def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
         return Lesson(target, head, batch, unroll).loss(head, unroll)
 
-    found = train(head, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
-                  device=target.device, say=say, write=lambda: head.save(folder, target.dtype))
+    found = train(
+        head,
+        loss_of,
+        (taught, kept_back),
+        folder,
+        steps=steps,
+        minutes=minutes,
+        batch=batch,
+        rate=rate,
+        device=target.device,
+        say=say,
+        write=lambda: head.save(folder, target.dtype),
+    )
     return found
 
 
-def train(module: nn.Module, loss_of: Callable[[Taught], tuple[Tensor, list[float]]], texts: tuple[Sequences, Sequences],
-          folder: Path, *, steps: int, minutes: float, batch: int, rate: float, device: torch.device,
-          say: Callable[[str], None], write: Callable[[], None]) -> dict[str, Any]:
-    """Until `steps` are done or `minutes` are over. What is kept back is looked at in a few batches of all lengths. `write`:
-    the files that are run, written now and then, so that a run that is cut off leaves some."""
+def train(
+    module: nn.Module,
+    loss_of: Callable[[Taught], tuple[Tensor, list[float]]],
+    texts: tuple[Sequences, Sequences],
+    folder: Path,
+    *,
+    steps: int,
+    minutes: float,
+    batch: int,
+    rate: float,
+    device: torch.device,
+    say: Callable[[str], None],
+    write: Callable[[], None],
+) -> dict[str, Any]:
+    """Until `steps` are done or `minutes` are over. What is kept back is looked at in a few batches
+    of all lengths. `write`: the files that are run, written now and then, so that a run that is cut
+    off leaves some.
+    """
     taught, kept_back = texts
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     state, done = folder / "training.pt", 0
@@ -378,7 +482,10 @@ def train(module: nn.Module, loss_of: Callable[[Taught], tuple[Tensor, list[floa
         return round(statistics.mean(losses), 4), means
 
     def save() -> None:
-        torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, state)
+        torch.save(
+            {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": done},
+            state,
+        )
         write()
 
     before = check()
@@ -403,7 +510,13 @@ def train(module: nn.Module, loss_of: Callable[[Taught], tuple[Tensor, list[floa
             saved_at = time.monotonic()
     save()
     after = check()
-    return {"steps": done, "loss_before": before[0], "right_before": before[1], "loss": after[0], "right": after[1]}
+    return {
+        "steps": done,
+        "loss_before": before[0],
+        "right_before": before[1],
+        "loss": after[0],
+        "right": after[1],
+    }
 
 
 def student_of(llm: LLM, layers: int) -> nn.Module:
@@ -440,9 +553,20 @@ def stored_weight(weights: Any, name: str) -> Tensor:
     return weights.tensor(name).float()
 
 
-def train_student(llm: LLM, sequences: Sequences, folder: Path, *, layers: int, steps: int,
-                  minutes: float, batch: int, rate: float) -> dict[str, Any]:
-    """A model with fewer layers of the same width, through transformers, which writes the folder."""
+def train_student(
+    llm: LLM,
+    sequences: Sequences,
+    folder: Path,
+    *,
+    layers: int,
+    steps: int,
+    minutes: float,
+    batch: int,
+    rate: float,
+) -> dict[str, Any]:
+    """A model with fewer layers of the same width, through transformers, which writes
+    the folder.
+    """
     target = llm.decoder
     student = student_of(llm, layers)
     for parameter in student.get_input_embeddings().parameters():
@@ -452,7 +576,9 @@ def train_student(llm: LLM, sequences: Sequences, folder: Path, *, layers: int, 
         with torch.inference_mode():
             wanted = target.forward_whole(batch.tokens)
         wanted = wanted.clone().float()
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
+        with torch.autocast(
+            target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"
+        ):
             logits = student(batch.tokens, use_cache=False).logits
         logits = logits.float()
         counted = batch.counted(logits.shape[1], 0)
@@ -469,18 +595,47 @@ def train_student(llm: LLM, sequences: Sequences, folder: Path, *, layers: int, 
         if llm.tokenizer is not None:
             llm.tokenizer.inner.save_pretrained(folder)
 
-    kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
-    return train(student, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
-                 device=target.device, say=print, write=write)
+    kept_back, taught = (
+        sequences[::KEPT_BACK],
+        [one for i, one in enumerate(sequences) if i % KEPT_BACK],
+    )
+    return train(
+        student,
+        loss_of,
+        (taught, kept_back),
+        folder,
+        steps=steps,
+        minutes=minutes,
+        batch=batch,
+        rate=rate,
+        device=target.device,
+        say=print,
+        write=write,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--text", action="append", required=True, help="a file to cut prompts from; may be given several times")
-    parser.add_argument("--student", type=int, default=0, metavar="LAYERS", help="train a model of so many layers, not a head")
-    parser.add_argument("--chat", action="store_true", help="ask about the texts, in the model's chat template")
+    parser.add_argument(
+        "--text",
+        action="append",
+        required=True,
+        help="a file to cut prompts from; may be given several times",
+    )
+    parser.add_argument(
+        "--student",
+        type=int,
+        default=0,
+        metavar="LAYERS",
+        help="train a model of so many layers, not a head",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="ask about the texts, in the model's chat template"
+    )
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
     parser.add_argument("--answer-minutes", type=float, default=2.0, help="of answering, at most")
     parser.add_argument("--answers", type=Path, help="answers.json of another run with this model")
@@ -496,23 +651,43 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None,
-              max_model_len=CONTEXT, max_num_seqs=SEQUENCES, blocks=SEQUENCES * CONTEXT // 16)
+    llm = LLM(
+        options.model,
+        device=options.device,
+        native=False if options.device == "cpu" else None,
+        max_model_len=CONTEXT,
+        max_num_seqs=SEQUENCES,
+        blocks=SEQUENCES * CONTEXT // 16,
+    )
     stored = options.answers or options.out / "answers.json"
     if not stored.exists():
         begin = time.monotonic()
         prompts = prompts_of(llm, options.text, options.prompt, options.prompts, chat=options.chat)
         print(f"{len(prompts)} prompts in {time.monotonic() - begin:.0f} s", flush=True)
-        answers = answers_within(llm, prompts, options.answer, whole=not options.chat,
-                                 seconds=60 * options.answer_minutes)
+        answers = answers_within(
+            llm,
+            prompts,
+            options.answer,
+            whole=not options.chat,
+            seconds=60 * options.answer_minutes,
+        )
         stored.write_text(json.dumps(answers))
         print(f"{len(answers)} answers in {time.monotonic() - begin:.0f} s", flush=True)
     sequences = json.loads(stored.read_text())
-    common: dict[str, Any] = dict(steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate)
+    common: dict[str, Any] = dict(
+        steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate
+    )
     if options.student:
         found = train_student(llm, sequences, options.out, layers=options.student, **common)
     else:
-        found = train_head(llm, sequences, options.out, vocabulary=options.vocabulary, unroll=options.unroll, **common)
+        found = train_head(
+            llm,
+            sequences,
+            options.out,
+            vocabulary=options.vocabulary,
+            unroll=options.unroll,
+            **common,
+        )
     print(json.dumps({"model": options.model, "student_layers": options.student or None} | found))
 
 

@@ -70,7 +70,9 @@ def examples():
     root = Path(cli.__file__).parents[2]
     texts = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("src/flyweight/commands/*.py")]
     for text in texts:
-        for line in text.read_text(encoding="utf-8").splitlines():
+        # a help text's longer commands go on in the next line, four columns to the right
+        whole = re.sub(r"(?<=\S)\n {12}(?=\S)", " ", text.read_text(encoding="utf-8"))
+        for line in whole.splitlines():
             command = re.fullmatch(r"\s*(?:\$ |cat \S+ \| |\w+=\S+ )?(flyweight [a-z].*)", line.split("  #")[0].rstrip())
             if command and "`" not in line and "VERB" not in line:
                 yield pytest.param(shlex.split(command[1])[1:], id=f"{text.name}: {command[1]}")

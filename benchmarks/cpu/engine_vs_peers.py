@@ -71,8 +71,8 @@ class Flyweight:
         from flyweight.checkpoint.reader import Checkpoint
         from flyweight.engine.core import Engine
         from flyweight.engine.memory import CacheShape
-        from flyweight.models.native import read_parts
         from flyweight.kernels.native.executor import NativeDecoder
+        from flyweight.models.native import read_parts
 
         torch.set_num_threads(threads)
         self.version = getattr(flyweight, "__version__", "source")

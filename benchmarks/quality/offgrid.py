@@ -1,12 +1,13 @@
 """An equivalent copy of a model whose weights lie on no quantization grid.
 
-A model imported from a 4-bit file has weights on a 4-bit grid: rounding it to 4 bits again can be free and says nothing.
-Channels are multiplied by seeded random factors and divided out where they are consumed, so that the function stays the
-same (to float32 rounding) and the grid is gone:
+A model imported from a 4-bit file has weights on a 4-bit grid: rounding it to 4 bits again can be
+free and says nothing. Channels are multiplied by seeded random factors and divided out where they
+are consumed, so that the function stays the same (to float32 rounding) and the grid is gone:
 
     norm weight · s  → columns of q, k, v (or gate, up) / s
     rows of up · t   → columns of down / t
-    rows of v · u    → columns of o / u          (u per kv head, shared by the query heads that read it)
+    rows of v · u    → columns of o / u          (u per kv head, shared by the query heads that read
+                     it)
 
 usage: python benchmarks/quality/offgrid.py MODEL TARGET [--seed 0] [--spread 1.3]
 """
@@ -26,15 +27,32 @@ from flyweight.checkpoint.hub import resolve
 
 
 def factors(size: int, spread: float, generator: torch.Generator) -> Tensor:
-    """Log-uniform in [1 / spread, spread]. A wide spread makes quantization harder and favours scale search."""
-    return torch.exp((torch.rand(size, generator=generator) * 2 - 1) * torch.log(torch.tensor(spread)))
+    """Log-uniform in [1 / spread, spread]. A wide spread makes quantization harder and favours
+    scale search.
+    """
+    return torch.exp(
+        (torch.rand(size, generator=generator) * 2 - 1) * torch.log(torch.tensor(spread))
+    )
 
 
-def move_factors(tensors: dict[str, Tensor], config: dict, layer: int, *, spread: float, generator: torch.Generator) -> None:
-    prefix, heads, kv_heads = f"model.layers.{layer}.", config["num_attention_heads"], config["num_key_value_heads"]
+def move_factors(
+    tensors: dict[str, Tensor],
+    config: dict,
+    layer: int,
+    *,
+    spread: float,
+    generator: torch.Generator,
+) -> None:
+    prefix, heads, kv_heads = (
+        f"model.layers.{layer}.",
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+    )
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    for norm, linears in (("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                          ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"))):
+    for norm, linears in (
+        ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    ):
         scale = factors(config["hidden_size"], spread, generator)
         tensors[f"{prefix}{norm}.weight"] *= scale
         for linear in linears:
@@ -46,7 +64,9 @@ def move_factors(tensors: dict[str, Tensor], config: dict, layer: int, *, spread
     tensors[f"{prefix}self_attn.v_proj.weight"] *= scale[:, None]
     if (bias := tensors.get(f"{prefix}self_attn.v_proj.bias")) is not None:
         bias *= scale
-    shared = scale.view(kv_heads, 1, head_dim).expand(kv_heads, heads // kv_heads, head_dim).reshape(-1)
+    shared = (
+        scale.view(kv_heads, 1, head_dim).expand(kv_heads, heads // kv_heads, head_dim).reshape(-1)
+    )
     tensors[f"{prefix}self_attn.o_proj.weight"] /= shared
 
 
@@ -68,13 +88,19 @@ def make_offgrid(model: str, target: Path, *, seed: int = 0, spread: float = 1.3
             shutil.copy(file, half)
     config.pop("torch_dtype", None)
     (half / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, half / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        half / "model.safetensors",
+        {"format": "pt"},
+    )
     half.rename(target)
     return target
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("target", type=Path)
     parser.add_argument("--seed", type=int, default=0)

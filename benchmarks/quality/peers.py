@@ -1,8 +1,10 @@
-"""The published packages, on the same model and the same calibration tokens: (job, model, tokens) → a model folder.
+"""The published packages, on the same model and the same calibration tokens: (job, model, tokens) →
+a model folder.
 
-Group size (`group_of`), symmetry and the type of the scales (16 bits) are those of our scheme of the same name; everything
-else is what the package does by default or in its documentation's example of the method. Where its ranges can be searched
-too (`mse`, `imatrix`), that stands beside the default.
+Group size (`group_of`), symmetry and the type of the scales (16 bits) are those of our scheme of
+the same name; everything else is what the package does by default or in its documentation's example
+of the method. Where its ranges can be searched too (`mse`, `imatrix`), that stands beside the
+default.
 """
 
 from __future__ import annotations
@@ -20,23 +22,48 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-GROUP = 128  # where the model's widths are multiples of it, else the largest power of two that divides them
-BATCH = 8  # sequences of one length together: the packages' default of one is several times slower and gives the same
+# where the model's widths are multiples of it, else the largest power of two that divides them
+GROUP = 128
+# sequences of one length together: the packages' default of one is several times slower and gives
+# the same
+BATCH = 8
 
 
 def group_of(model: Path) -> int:
     """The group size that our schemes take for this model."""
     config = json.loads((model / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return math.gcd(GROUP, config["hidden_size"], config["intermediate_size"], config["num_attention_heads"] * head_dim)
+    return math.gcd(
+        GROUP,
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_attention_heads"] * head_dim,
+    )
 
 
-def integers(bits: int, *, grouped: bool = True, symmetric: bool = True, activations: bool = False,
-             observer: str | None = None) -> dict[str, Any]:
-    """A scheme of compressed-tensors; without a group one scale per channel, without an observer the default's whole range."""
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if grouped else "channel",
-               "group_size": GROUP if grouped else None} | ({"observer": observer} if observer else {})
-    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if activations else None
+def integers(
+    bits: int,
+    *,
+    grouped: bool = True,
+    symmetric: bool = True,
+    activations: bool = False,
+    observer: str | None = None,
+) -> dict[str, Any]:
+    """A scheme of compressed-tensors; without a group one scale per channel, without an observer
+    the default's whole range.
+    """
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group" if grouped else "channel",
+        "group_size": GROUP if grouped else None,
+    } | ({"observer": observer} if observer else {})
+    inputs = (
+        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        if activations
+        else None
+    )
     return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
 
 
@@ -62,21 +89,47 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     "autoround-int2-asym": {"bits": 2, "sym": False},
 }
 SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
-VARIANTS = ("-mse", "-imatrix", "-group")  # of a peer's scheme: ours has one of that name without the ending
-# Ours → the peers' that it is held against, at the same group size and symmetry and no more stored bits.
+# of a peer's scheme: ours has one of that name without the ending
+VARIANTS = ("-mse", "-imatrix", "-group")
+# Ours → the peers' that it is held against, at the same group size and symmetry and no more stored
+# bits.
 RIVALS: dict[str, list[tuple[str, str]]] = {
-    **{ours: [("llm-compressor", name) for name in LLM_COMPRESSOR if name.removeprefix(ours) in ("", *VARIANTS)]
-       for ours in LLM_COMPRESSOR if not ours.endswith(VARIANTS)},
-    "int4-best-symmetric": [("auto-round", "autoround-int4"), ("llm-compressor", "gptq-int4"),
-                            ("llm-compressor", "gptq-int4-imatrix"), ("llm-compressor", "rtn-int4")],
-    "int4-best": [("auto-round", "autoround-int4-asym"), ("auto-round", "autoround-int4"), ("llm-compressor", "awq-int4"),
-                  ("llm-compressor", "gptq-int4"), ("llm-compressor", "gptq-int4-imatrix"), ("llm-compressor", "rtn-int4")],
-    "vptq-3bit": [("flyweight", "gptq-int3"), ("flyweight", "awq-int3"), ("llm-compressor", "gptq-int3"),
-                  ("llm-compressor", "gptq-int3-imatrix"), ("llm-compressor", "awq-int3")],
+    **{
+        ours: [
+            ("llm-compressor", name)
+            for name in LLM_COMPRESSOR
+            if name.removeprefix(ours) in ("", *VARIANTS)
+        ]
+        for ours in LLM_COMPRESSOR
+        if not ours.endswith(VARIANTS)
+    },
+    "int4-best-symmetric": [
+        ("auto-round", "autoround-int4"),
+        ("llm-compressor", "gptq-int4"),
+        ("llm-compressor", "gptq-int4-imatrix"),
+        ("llm-compressor", "rtn-int4"),
+    ],
+    "int4-best": [
+        ("auto-round", "autoround-int4-asym"),
+        ("auto-round", "autoround-int4"),
+        ("llm-compressor", "awq-int4"),
+        ("llm-compressor", "gptq-int4"),
+        ("llm-compressor", "gptq-int4-imatrix"),
+        ("llm-compressor", "rtn-int4"),
+    ],
+    "vptq-3bit": [
+        ("flyweight", "gptq-int3"),
+        ("flyweight", "awq-int3"),
+        ("llm-compressor", "gptq-int3"),
+        ("llm-compressor", "gptq-int3-imatrix"),
+        ("llm-compressor", "awq-int3"),
+    ],
 }
 
 
-def llm_compressor(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int) -> Path:
+def llm_compressor(
+    scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int
+) -> Path:
     stand_in_for_datasets()
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -89,22 +142,43 @@ def llm_compressor(scheme: str, model: Path, tokens: Tensor, output: Path, *, de
     weights = groups["group_0"]["weights"]
     sized = weights | {"group_size": weights["group_size"] and group_of(model)}
     groups = {"group_0": groups["group_0"] | {"weights": sized}}
-    rounder = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[rounding](config_groups=groups, ignore=["lm_head"])
-    first = {"": [], "awq": [AWQModifier()], "smooth": [SmoothQuantModifier(smoothing_strength=0.8)]}[before]
+    rounder = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[rounding](
+        config_groups=groups, ignore=["lm_head"]
+    )
+    first = {
+        "": [],
+        "awq": [AWQModifier()],
+        "smooth": [SmoothQuantModifier(smoothing_strength=0.8)],
+    }[before]
     needed = None if not first and rounding == "rtn" else loader(tokens)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # it moves layer by layer to a GPU itself
-    oneshot(model=loaded, tokenizer=AutoTokenizer.from_pretrained(model), dataset=needed, recipe=[*first, rounder],
-            max_seq_length=tokens.shape[1], num_calibration_samples=len(tokens), output_dir=str(output))
+    # it moves layer by layer to a GPU itself
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    oneshot(
+        model=loaded,
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        dataset=needed,
+        recipe=[*first, rounder],
+        max_seq_length=tokens.shape[1],
+        num_calibration_samples=len(tokens),
+        output_dir=str(output),
+    )
     narrow_scales(output)
     return output
 
 
 def narrow_scales(folder: Path) -> None:
-    """A float32 model gets float32 scales; in 16 bits, as ours are, they cost half as much and nothing else."""
+    """A float32 model gets float32 scales; in 16 bits, as ours are, they cost half as much and
+    nothing else.
+    """
     for shard in folder.glob("*.safetensors"):
         tensors = load_file(shard)
-        wide = {name: value.half() for name, value in tensors.items()
-                if name.endswith("weight_scale") and value.dtype == torch.float32 and value.shape[-1] > 1}
+        wide = {
+            name: value.half()
+            for name, value in tensors.items()
+            if name.endswith("weight_scale")
+            and value.dtype == torch.float32
+            and value.shape[-1] > 1
+        }
         if wide:
             save_file(tensors | wide, shard, {"format": "pt"})
 
@@ -114,14 +188,26 @@ def loader(tokens: Tensor) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]
 
 
-def auto_round(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int) -> Path:
+def auto_round(
+    scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int
+) -> Path:
     stand_in_for_datasets()
     from auto_round import AutoRound
 
     options, place = AUTO_ROUND[scheme], 0 if device.startswith("cuda") else device
-    rounder = AutoRound(str(model), group_size=group_of(model), iters=steps, seed=seed, device_map=place, seqlen=tokens.shape[1],
-                        dataset=[row[None] for row in tokens], nsamples=len(tokens), batch_size=BATCH, enable_torch_compile=False,
-                        **options)
+    rounder = AutoRound(
+        str(model),
+        group_size=group_of(model),
+        iters=steps,
+        seed=seed,
+        device_map=place,
+        seqlen=tokens.shape[1],
+        dataset=[row[None] for row in tokens],
+        nsamples=len(tokens),
+        batch_size=BATCH,
+        enable_torch_compile=False,
+        **options,
+    )
     rounder.quantize_and_save(str(output), format="auto_gptq")
     return next(output.rglob("config.json")).parent  # it may add a folder of its own
 
@@ -131,19 +217,35 @@ PACKAGES = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}
 
 
 def stand_in_for_datasets() -> None:
-    """Both packages import `datasets` (and with it 45 MB of pyarrow) for texts that they are not asked to read here."""
+    """Both packages import `datasets` (and with it 45 MB of pyarrow) for texts that they are not
+    asked to read here.
+    """
     if find_spec("datasets") is not None:
         return
 
     def module(name: str, **names: Any) -> types.ModuleType:
         made = types.ModuleType(name)
-        made.__spec__, made.__path__, made.__version__ = ModuleSpec(name, None, is_package=True), [], "4.8.4"  # type: ignore
+        made.__spec__, made.__path__, made.__version__ = (
+            ModuleSpec(name, None, is_package=True),
+            [],
+            "4.8.4",
+        )  # type: ignore
         made.__dict__.update(names)
         sys.modules[name] = made
         return made
 
-    kinds = {name: type(name, (), {}) for name in
-             ("Dataset", "DatasetDict", "IterableDataset", "Features", "Sequence", "Value", "LazyRow")}
+    kinds = {
+        name: type(name, (), {})
+        for name in (
+            "Dataset",
+            "DatasetDict",
+            "IterableDataset",
+            "Features",
+            "Sequence",
+            "Value",
+            "LazyRow",
+        )
+    }
     module("datasets", **kinds, load_dataset=None, concatenate_datasets=None)
     module("datasets.formatting")
     module("datasets.formatting.formatting", LazyRow=kinds["LazyRow"])

@@ -1,14 +1,18 @@
-"""Quality of every scheme, ours and the published packages', on one model; rows as docs/results.md says.
+"""Quality of every scheme, ours and the published packages', on one model; rows as docs/results.md
+says.
 
-    python benchmarks/quality/run.py --model smollm2-135m --text valid.txt --calibration train.txt --out rows.jsonl
-    python benchmarks/quality/run.py --model coder.gguf --natural --text valid.txt c4.txt code.txt --calibration train.txt --out rows.jsonl
+    python benchmarks/quality/run.py --model smollm2-135m --text valid.txt --calibration train.txt
+        --out rows.jsonl
+    python benchmarks/quality/run.py --model coder.gguf --natural --text valid.txt c4.txt code.txt
+        --calibration train.txt --out rows.jsonl
     python benchmarks/quality/run.py --out rows.jsonl --table
 
-The model's off-grid equivalent (or, with `--natural`, the model as it is) is quantized once per scheme and seed, and each
-result is measured on all of each text by the same evaluator. Jobs run in `--jobs` worker processes on one device: a small model leaves a GPU idle most of the time.
-A job that fails becomes a `failed` row with its reason; one that is finished in OUT is not done again, unless it is one of
-ours and the solvers have changed since. Blocks of ours that were finished when time ran out are not done again either, as
-long as the folder WORK is there.
+The model's off-grid equivalent (or, with `--natural`, the model as it is) is quantized once per
+scheme and seed, and each result is measured on all of each text by the same evaluator. Jobs run in
+`--jobs` worker processes on one device: a small model leaves a GPU idle most of the time. A job
+that fails becomes a `failed` row with its reason; one that is finished in OUT is not done again,
+unless it is one of ours and the solvers have changed since. Blocks of ours that were finished when
+time ran out are not done again either, as long as the folder WORK is there.
 """
 
 from __future__ import annotations
@@ -31,15 +35,33 @@ from typing import Any
 import peers
 import table
 
-# Slow ones first, so that no worker is left with one at the end; what is not named here is quick and follows as it comes.
-FIRST = ("int4-best", "int4-best-symmetric", "autoround-int4-asym", "autoround-int4", "vptq-3bit", "vptq-4bit", "vptq-2bit",
-         "w8a16-sparse-awq", "w8a8-sparse-smooth-gptq", "w4a16-sparse-gptq", "awq-int3", "awq-int4", "w8a16-smooth-awq",
-         "w8a16-awq", "w8a8-smooth-gptq", "w8a8-smooth")
+# Slow ones first, so that no worker is left with one at the end; what is not named here is quick
+# and follows as it comes.
+FIRST = (
+    "int4-best",
+    "int4-best-symmetric",
+    "autoround-int4-asym",
+    "autoround-int4",
+    "vptq-3bit",
+    "vptq-4bit",
+    "vptq-2bit",
+    "w8a16-sparse-awq",
+    "w8a8-sparse-smooth-gptq",
+    "w4a16-sparse-gptq",
+    "awq-int3",
+    "awq-int4",
+    "w8a16-smooth-awq",
+    "w8a16-awq",
+    "w8a8-smooth-gptq",
+    "w8a8-smooth",
+)
 QUANT = Path(__file__).parents[2] / "src" / "flyweight" / "quant"
 
 
 def solvers_digest() -> str:
-    """Which solvers and schemes made a row: ours are made again when they change, a peer's are not."""
+    """Which solvers and schemes made a row: ours are made again when they change, a
+    peer's are not.
+    """
     files = sorted(path for path in QUANT.rglob("*") if path.suffix in (".py", ".toml"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
@@ -78,12 +100,12 @@ class Setting:
     products: str = "float32"  # of the evaluation
 
 
-# -- in a worker ------------------------------------------------------------------------------------------------
+# -- in a worker -----------------------------------------------------------------------------------
 
 
 class Worker:
-    """One process: job after job is quantized and measured. What a job has made is kept until it is measured, so that a run
-    that was cut off between the two measures it without making it again.
+    """One process: job after job is quantized and measured. What a job has made is kept until it is
+    measured, so that a run that was cut off between the two measures it without making it again.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -94,16 +116,23 @@ class Worker:
         self.checkpoint = Checkpoint(Path(setting.model))
 
     def measured(self, folder: Path | None) -> list[dict[str, Any]]:
-        """Facts of `folder`, or of the original, on each text. One worker at a time: the logits of several would fill a GPU,
-        and not be ready sooner. The original stays loaded: to load it takes longer than to judge a small model."""
+        """Facts of `folder`, or of the original, on each text. One worker at a time: the logits of
+        several would fill a GPU, and not be ready sooner. The original stays loaded: to load it
+        takes longer than to judge a small model.
+        """
         import measure
         from filelock import FileLock
 
         setting = self.setting
         with FileLock(Path(setting.work) / "measuring.lock"):
             if not self.rulers:
-                original = measure.Original(Path(setting.model), device=setting.device, products=setting.products)
-                self.rulers = [measure.Ruler(original, Path(text), windows=setting.windows) for text in setting.texts]
+                original = measure.Original(
+                    Path(setting.model), device=setting.device, products=setting.products
+                )
+                self.rulers = [
+                    measure.Ruler(original, Path(text), windows=setting.windows)
+                    for text in setting.texts
+                ]
             if folder is None:
                 facts = measure.facts_of(self.checkpoint)
                 return [facts | ruler.facts() for ruler in self.rulers]
@@ -115,8 +144,14 @@ class Worker:
 
         if seed not in self.samples:
             ids, bos = encode(self.checkpoint.tokenizer(), read_text(self.setting.calibration))
-            self.samples[seed] = draw_samples(ids, count=self.setting.samples, length=self.setting.length, seed=seed, bos=bos,
-                                              source=Path(self.setting.calibration).name)
+            self.samples[seed] = draw_samples(
+                ids,
+                count=self.setting.samples,
+                length=self.setting.length,
+                seed=seed,
+                bos=bos,
+                source=Path(self.setting.calibration).name,
+            )
         return self.samples[seed]
 
     def run(self, job: Job) -> list[dict[str, Any]]:
@@ -125,18 +160,28 @@ class Worker:
 
         if job.tool == "original":
             return [{"bench": "quality", **facts} for facts in self.measured(None)]
-        output = Path(self.setting.work) / solvers_digest() / job.name.replace("/", "-").replace(":", "-")
+        output = (
+            Path(self.setting.work)
+            / solvers_digest()
+            / job.name.replace("/", "-").replace(":", "-")
+        )
         kept = output.with_name(f"{output.name}.json")
         if not kept.exists():
             made = self.make(job, output)
             kept.write_text(json.dumps(made))
         made = json.loads(kept.read_text())
         calibration = {key: made[key] for key in ("calibration", "calibration_tokens")}
-        found = [{"bench": "quality", **calibration, **facts} for facts in self.measured(Path(made.pop("folder")))]
+        found = [
+            {"bench": "quality", **calibration, **facts}
+            for facts in self.measured(Path(made.pop("folder")))
+        ]
         if not self.setting.keep:
             kept.unlink()
             shutil.rmtree(output, ignore_errors=True)
-        return [made | {key: found[0][key] for key in ("checkpoint", "size_gb", "bits_per_weight")}, *found]
+        return [
+            made | {key: found[0][key] for key in ("checkpoint", "size_gb", "bits_per_weight")},
+            *found,
+        ]
 
     def make(self, job: Job, output: Path) -> dict[str, Any]:
         """The `quantize` row of a job, and the folder that it made."""
@@ -150,33 +195,67 @@ class Worker:
         started, on_gpu = time.perf_counter(), self.setting.device.startswith("cuda")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        folder = self.ours(job, output) if job.tool == "flyweight" else peers.MAKERS[job.tool](
-            job.scheme, Path(self.setting.model), samples.tokens, output, device=self.setting.device, seed=job.seed,
-            steps=self.setting.learn_steps or 200)
+        folder = (
+            self.ours(job, output)
+            if job.tool == "flyweight"
+            else peers.MAKERS[job.tool](
+                job.scheme,
+                Path(self.setting.model),
+                samples.tokens,
+                output,
+                device=self.setting.device,
+                seed=job.seed,
+                steps=self.setting.learn_steps or 200,
+            )
+        )
         seconds = time.perf_counter() - started
         if on_gpu:
             torch.cuda.empty_cache()  # others measure now
-        resumed = {"resumed_blocks": self.resumed} if self.resumed else {}  # then the seconds are those of the rest
-        return {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),
-                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **resumed,
-                "calibration": samples.facts(), "calibration_tokens": samples.tokens.numel(), "folder": str(folder)}
+        # then the seconds are those of the rest
+        resumed = {"resumed_blocks": self.resumed} if self.resumed else {}
+        return {
+            "bench": "quantize",
+            "device": self.setting.device,
+            "seconds": round(seconds, 2),
+            "peak_host_gb": host_gb(),
+            "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0,
+            **resumed,
+            "calibration": samples.facts(),
+            "calibration_tokens": samples.tokens.numel(),
+            "folder": str(folder),
+        }
 
     def ours(self, job: Job, output: Path) -> Path:
         from flyweight.quant import recipe
         from flyweight.quant.quantize import quantize
 
         files = dict(self.setting.recipes)
-        chosen = recipe.load(Path(files[job.scheme])) if job.scheme in files else recipe.find(job.scheme)
+        chosen = (
+            recipe.load(Path(files[job.scheme])) if job.scheme in files else recipe.find(job.scheme)
+        )
         if chosen.learn_steps and self.setting.learn_steps:
-            chosen = dataclasses.replace(chosen, learn_steps=self.setting.learn_steps,
-                                         tune_steps=min(chosen.tune_steps, self.setting.learn_steps))
+            chosen = dataclasses.replace(
+                chosen,
+                learn_steps=self.setting.learn_steps,
+                tune_steps=min(chosen.tune_steps, self.setting.learn_steps),
+            )
         batch, self.resumed = 16 if self.setting.device.startswith("cuda") else 4, 0
 
         def listen(event: Any) -> None:
             self.resumed += event.kind == "resumed"
 
-        return quantize(self.setting.model, output=output, recipe=chosen, calibration=self.calibration(job.seed), seed=job.seed,
-                        device=self.setting.device, batch=batch, overwrite=True, resume=True, listen=listen).output
+        return quantize(
+            self.setting.model,
+            output=output,
+            recipe=chosen,
+            calibration=self.calibration(job.seed),
+            seed=job.seed,
+            device=self.setting.device,
+            batch=batch,
+            overwrite=True,
+            resume=True,
+            listen=listen,
+        ).output
 
 
 def host_gb() -> float:
@@ -187,7 +266,8 @@ def host_gb() -> float:
 
 def work(setting: Setting, threads: int, pipe: Any) -> None:
     """The loop of a worker process: a job comes in, rows or the reason of a failure go out."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; quantizing is deterministic with it
+    # read when CUDA starts; quantizing is deterministic with it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
     torch.set_num_threads(threads)
@@ -202,22 +282,34 @@ def work(setting: Setting, threads: int, pipe: Any) -> None:
             torch.cuda.empty_cache()
 
 
-# -- in the parent ----------------------------------------------------------------------------------------------
+# -- in the parent ---------------------------------------------------------------------------------
 
 
 class Seat:
-    """A worker process that is replaced when it dies, or when another package comes: they change global settings."""
+    """A worker process that is replaced when it dies, or when another package comes: they change
+    global settings.
+    """
 
     def __init__(self, setting: Setting, threads: int) -> None:
-        self.setting, self.threads, self.package, self.process, self.pipe = setting, threads, "", None, None
+        self.setting, self.threads, self.package, self.process, self.pipe = (
+            setting,
+            threads,
+            "",
+            None,
+            None,
+        )
 
     def run(self, job: Job, deadline: float) -> tuple[list[dict[str, Any]], str]:
         if self.process is None or self.package != job.package:
             self.leave()
             context = multiprocessing.get_context("spawn")
             self.pipe, theirs = context.Pipe()
-            self.process, self.package = context.Process(
-                target=work, args=(self.setting, self.threads, theirs), daemon=True), job.package
+            self.process, self.package = (
+                context.Process(
+                    target=work, args=(self.setting, self.threads, theirs), daemon=True
+                ),
+                job.package,
+            )
             self.process.start()
             theirs.close()
         try:
@@ -262,12 +354,29 @@ class Rows:
     def add(self, job: Job, found: list[dict[str, Any]], reason: str) -> None:
         from flyweight.bench.rows import make_row
 
-        shared = {"job": job.name, "tool": job.tool, "model": self.model, "scheme": job.scheme, "seed": job.seed,
-                  "weights": "trained"} | ({"solvers": solvers_digest()} if job.tool == "flyweight" else {})
+        shared = {
+            "job": job.name,
+            "tool": job.tool,
+            "model": self.model,
+            "scheme": job.scheme,
+            "seed": job.seed,
+            "weights": "trained",
+        } | ({"solvers": solvers_digest()} if job.tool == "flyweight" else {})
         if reason:
-            return self.write([make_row("quality", self.environment, status="failed", reason=reason, **shared)])
-        self.write([make_row(row["bench"], self.environment, **shared, **{k: v for k, v in row.items() if k != "bench"})
-                    for row in found])
+            return self.write(
+                [make_row("quality", self.environment, status="failed", reason=reason, **shared)]
+            )
+        self.write(
+            [
+                make_row(
+                    row["bench"],
+                    self.environment,
+                    **shared,
+                    **{k: v for k, v in row.items() if k != "bench"},
+                )
+                for row in found
+            ]
+        )
 
 
 def peer_versions() -> dict[str, str]:
@@ -282,8 +391,12 @@ def peer_versions() -> dict[str, str]:
     return found
 
 
-def make_jobs(schemes: list[str], tools: list[str], seeds: list[int], recipes: list[str]) -> list[Job]:
-    """The first seed before the others, so that a run that is cut short has every scheme once; else as FIRST says."""
+def make_jobs(
+    schemes: list[str], tools: list[str], seeds: list[int], recipes: list[str]
+) -> list[Job]:
+    """The first seed before the others, so that a run that is cut short has every scheme once; else
+    as FIRST says.
+    """
     from flyweight.quant import recipe
 
     named = recipe.named()
@@ -291,10 +404,19 @@ def make_jobs(schemes: list[str], tools: list[str], seeds: list[int], recipes: l
     jobs = [Job("original", "fp32", 0)]
     place = {scheme: i for i, scheme in enumerate(FIRST)}
     for part in (seeds[:1], seeds[1:]):
-        ours = [Job("flyweight", scheme, seed) for seed in part for scheme in [*wanted, *recipes]
-                if scheme in named or scheme in recipes or scheme.startswith("vptq:")]
-        theirs = [Job(tool, scheme, seed) for seed in part for tool in tools for scheme in peers.SCHEMES[tool]
-                  if schemes == ["all"] or scheme in wanted]
+        ours = [
+            Job("flyweight", scheme, seed)
+            for seed in part
+            for scheme in [*wanted, *recipes]
+            if scheme in named or scheme in recipes or scheme.startswith("vptq:")
+        ]
+        theirs = [
+            Job(tool, scheme, seed)
+            for seed in part
+            for tool in tools
+            for scheme in peers.SCHEMES[tool]
+            if schemes == ["all"] or scheme in wanted
+        ]
         needed = [job for job in [*theirs, *ours] if job.seed == seeds[0] or calibrated(job)]
         jobs += sorted(needed, key=lambda job: place.get(job.scheme, len(place)))
     return jobs
@@ -321,14 +443,18 @@ def calibrated(job: Job) -> bool:
 
 def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: float) -> None:
     waiting, lock, done = list(jobs), threading.Lock(), 0
-    threads = max(1, (os.cpu_count() or 1) // (2 * seats if setting.device.startswith("cuda") else seats))
+    threads = max(
+        1, (os.cpu_count() or 1) // (2 * seats if setting.device.startswith("cuda") else seats)
+    )
 
     def take(package: str) -> Job:
         """The next job of the package that the seat has loaded, or else simply the next."""
         with lock:
             if not waiting or time.monotonic() > deadline:
                 raise queue.Empty
-            return waiting.pop(next((i for i, job in enumerate(waiting) if job.package == package), 0))
+            return waiting.pop(
+                next((i for i, job in enumerate(waiting) if job.package == package), 0)
+            )
 
     def sit() -> None:
         nonlocal done
@@ -342,8 +468,13 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
             found, reason = seat.run(job, deadline)
             rows.add(job, found, reason)
             done += 1
-            result = reason or "perplexity " + ", ".join(f"{row['perplexity']:.4f}" for row in found if row["bench"] == "quality")
-            print(f"[{done}/{len(jobs)}] {job.name}: {result} ({time.monotonic() - started:.1f} s)", flush=True)
+            result = reason or "perplexity " + ", ".join(
+                f"{row['perplexity']:.4f}" for row in found if row["bench"] == "quality"
+            )
+            print(
+                f"[{done}/{len(jobs)}] {job.name}: {result} ({time.monotonic() - started:.1f} s)",
+                flush=True,
+            )
 
     sitting = [threading.Thread(target=sit) for _ in range(min(seats, len(jobs)))]
     for thread in sitting:
@@ -353,29 +484,56 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="a name, folder or GGUF file; its off-grid copy is measured")
-    parser.add_argument("--natural", action="store_true", help="measure the model as it is: its weights lie on no 4-bit grid")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        default="smollm2-135m",
+        help="a name, folder or GGUF file; its off-grid copy is measured",
+    )
+    parser.add_argument(
+        "--natural",
+        action="store_true",
+        help="measure the model as it is: its weights lie on no 4-bit grid",
+    )
     parser.add_argument("--name", help="what the rows call the model; default: its file or folder")
     parser.add_argument("--text", nargs="+", default=[], help="what is evaluated, text files")
-    parser.add_argument("--tf32", action="store_true", help="evaluate with TF32 products, several times as fast")
+    parser.add_argument(
+        "--tf32", action="store_true", help="evaluate with TF32 products, several times as fast"
+    )
     parser.add_argument("--calibration", help="what is calibrated on, another text file")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="*", default=["all"])
-    parser.add_argument("--recipes", nargs="*", type=Path, default=[], help="recipe files, measured under their names")
+    parser.add_argument(
+        "--recipes",
+        nargs="*",
+        type=Path,
+        default=[],
+        help="recipe files, measured under their names",
+    )
     parser.add_argument("--peers", nargs="*", default=[], choices=list(peers.SCHEMES))
     parser.add_argument("--only-peers", action="store_true")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
-    parser.add_argument("--minutes", type=float, default=10000, help="stop after so many; run again to go on")
+    parser.add_argument(
+        "--minutes", type=float, default=10000, help="stop after so many; run again to go on"
+    )
     parser.add_argument("--windows", type=int, help="only the first so many windows of the text")
-    parser.add_argument("--learn-steps", type=int, default=0, help="another number of learning steps, for quick trials")
+    parser.add_argument(
+        "--learn-steps",
+        type=int,
+        default=0,
+        help="another number of learning steps, for quick trials",
+    )
     parser.add_argument("--work", type=Path, help="where models are made; default: beside OUT")
     parser.add_argument("--keep", action="store_true", help="keep the models")
     parser.add_argument("--device", default="")
-    parser.add_argument("--table", action="store_true", help="print the comparison of the rows in OUT, run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="print the comparison of the rows in OUT, run nothing"
+    )
     return parser.parse_args()
 
 
@@ -393,14 +551,29 @@ def main() -> None:
     if not model.exists():
         work_folder.mkdir(parents=True, exist_ok=True)
         make_offgrid(options.model, model, spread=1.0 if options.natural else 1.3)
-    setting = Setting(str(model), tuple(options.text), options.calibration, str(work_folder),
-                      options.device or ("cuda" if torch.cuda.is_available() else "cpu"), options.samples, options.length,
-                      options.windows, options.learn_steps, options.keep,
-                      tuple((path.stem, str(path.absolute())) for path in options.recipes),
-                      "tf32" if options.tf32 else "float32")
-    finished = finished_jobs(table.read(options.out), name, [Path(text).name for text in options.text])
+    setting = Setting(
+        str(model),
+        tuple(options.text),
+        options.calibration,
+        str(work_folder),
+        options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        options.samples,
+        options.length,
+        options.windows,
+        options.learn_steps,
+        options.keep,
+        tuple((path.stem, str(path.absolute())) for path in options.recipes),
+        "tf32" if options.tf32 else "float32",
+    )
+    finished = finished_jobs(
+        table.read(options.out), name, [Path(text).name for text in options.text]
+    )
     names = [path.stem for path in options.recipes]
-    jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds, names) if job.name not in finished]
+    jobs = [
+        job
+        for job in make_jobs(options.schemes, options.peers, options.seeds, names)
+        if job.name not in finished
+    ]
     if options.only_peers:
         jobs = [job for job in jobs if job.tool != "flyweight"]
     print(f"{len(jobs)} jobs to do, {len(finished)} done before", flush=True)

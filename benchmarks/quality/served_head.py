@@ -32,7 +32,9 @@ class Distance:
         self.loss = Mean()
 
     def add(self, original: Tensor, logits: Tensor, tokens: Tensor) -> None:
-        """Logarithms of the original's probabilities [.., tokens, vocabulary]; the logits beside them."""
+        """Logarithms of the original's probabilities [.., tokens, vocabulary]; the logits beside
+        them.
+        """
         own = logits.float().log_softmax(-1)
         self.kl.add((original.exp() * (original - own)).sum(-1).flatten())
         before, now = (p.gather(-1, tokens[..., None]).flatten() for p in (original, own))

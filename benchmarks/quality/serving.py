@@ -1,4 +1,5 @@
-"""Tables of what the options of serving cost in quality: 8-bit caches, heads, prompts and codebooks.
+"""Tables of what the options of serving cost in quality: 8-bit caches, heads, prompts and
+codebooks.
 
 `make results` puts them into docs/serve.md. Rows are those of kv_cache.py, ../needle.py,
 served_head.py, vptq_books.py and `flyweight eval MODEL MODEL --prompt-dtype …`; of rows of one kind
@@ -52,7 +53,9 @@ def caches(folders: Sequence[Path]) -> str:
         (name_of(row), row["text"], row["kv_dtype"], *compared(row))
         for row in sorted(rows, key=lambda row: (name_of(row), row["text"], row["kv_dtype"]))
     ]
-    return lines_of(("model", "text", "cache", "perplexity", "KL", "tokens"), lines) if lines else ""
+    return (
+        lines_of(("model", "text", "cache", "perplexity", "KL", "tokens"), lines) if lines else ""
+    )
 
 
 def needles(folders: Sequence[Path]) -> str:

@@ -2,14 +2,17 @@
 """Train a small Llama from text, for weights that never were on a grid: true float32, no rescaling.
 
     python benchmarks/quality/train_small.py ./small --text wiki.txt code/ --seconds 150
-    python benchmarks/quality/run.py --model ./small --natural --text valid.txt --calibration wiki.txt --out rows.jsonl
+    python benchmarks/quality/run.py --model ./small --natural --text valid.txt --calibration
+        wiki.txt --out rows.jsonl
 
-A text is a file, or a folder whose .txt, .md and .py files are read; `--most` bounds what one of them gives, so that no text
-drowns the others. The tokenizer (byte-level BPE) is learned from the same texts. The state is kept in OUT/training.pt: a run
-that was cut off goes on where it was when it is repeated, and OUT/model.safetensors appears when the time or the steps are
-used up. The rate follows a cosine over the time, which only training itself uses up.
+A text is a file, or a folder whose .txt, .md and .py files are read; `--most` bounds what one of
+them gives, so that no text drowns the others. The tokenizer (byte-level BPE) is learned from the
+same texts. The state is kept in OUT/training.pt: a run that was cut off goes on where it was when
+it is repeated, and OUT/model.safetensors appears when the time or the steps are used up. The rate
+follows a cosine over the time, which only training itself uses up.
 
-The last line is JSON: parameters, tokens seen, tokens/s, loss on pieces of the texts that were kept back.
+The last line is JSON: parameters, tokens seen, tokens/s, loss on pieces of the texts that were kept
+back.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ def read_texts(paths: Sequence[Path], most: int) -> list[str]:
     """At most `most` characters of each, in pieces."""
     pieces = []
     for path in paths:
-        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in ENDINGS)
+        files = (
+            [path]
+            if path.is_file()
+            else sorted(file for file in path.rglob("*") if file.suffix in ENDINGS)
+        )
         left = most
         for file in files:
             text = file.read_text(encoding="utf-8", errors="ignore")[:left]
@@ -47,7 +54,10 @@ def read_texts(paths: Sequence[Path], most: int) -> list[str]:
             if left <= 0:
                 break
     if not pieces:
-        raise SystemExit(f"no text in {', '.join(map(str, paths))}: name files, or folders with {', '.join(ENDINGS)} files")
+        raise SystemExit(
+            f"no text in {', '.join(map(str, paths))}: name files, or folders with "
+            f"{', '.join(ENDINGS)} files"
+        )
     return pieces
 
 
@@ -55,8 +65,12 @@ def learn_tokenizer(pieces: Sequence[str], vocabulary: int) -> PreTrainedTokeniz
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<|end|>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|end|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     made.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
 
@@ -68,7 +82,9 @@ class Data:
         sequences = tokens[: len(tokens) // length * length].view(-1, length)
         back = torch.arange(len(sequences)) % KEPT_BACK == KEPT_BACK - 1
         if not back.any():
-            raise SystemExit(f"{len(tokens)} tokens are too few: at least {KEPT_BACK * length} are needed")
+            raise SystemExit(
+                f"{len(tokens)} tokens are too few: at least {KEPT_BACK * length} are needed"
+            )
         self.kept_back, self.sequences = sequences[back], sequences[~back]
 
     def batch(self, size: int, step: int) -> Tensor:
@@ -79,10 +95,21 @@ class Data:
 
 def config_of(options: argparse.Namespace, vocabulary: int) -> LlamaConfig:
     heads = options.hidden // 64
-    return LlamaConfig(vocab_size=vocabulary, hidden_size=options.hidden, num_hidden_layers=options.layers,
-                       intermediate_size=3 * options.hidden, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
-                       head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True, rms_norm_eps=1e-6,
-                       bos_token_id=None, eos_token_id=0, pad_token_id=None)
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        intermediate_size=3 * options.hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
 
 
 class Training:
@@ -91,12 +118,18 @@ class Training:
     def __init__(self, options: argparse.Namespace, config: LlamaConfig, data: Data) -> None:
         torch.manual_seed(options.seed)
         self.options, self.data = options, data
-        self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(
+            options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
         self.model = LlamaForCausalLM(config).to(self.device)
         shapes = list(self.model.parameters())
-        groups = [{"params": [p for p in shapes if p.dim() > 1], "weight_decay": 0.1},
-                  {"params": [p for p in shapes if p.dim() < 2], "weight_decay": 0.0}]
-        self.adam = torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda")
+        groups = [
+            {"params": [p for p in shapes if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in shapes if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW(
+            groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
+        )
         self.step, self.seconds = 0, 0.0
 
     @property
@@ -107,7 +140,11 @@ class Training:
 
     def rate(self) -> float:
         rising = min(1.0, self.share / WARM_UP + 0.01)
-        return self.options.rate * rising * (0.02 + 0.98 * (1 + math.cos(math.pi * min(1.0, self.share))) / 2)
+        return (
+            self.options.rate
+            * rising
+            * (0.02 + 0.98 * (1 + math.cos(math.pi * min(1.0, self.share))) / 2)
+        )
 
     def loss(self, ids: Tensor) -> Tensor:
         ids = ids.to(self.device, torch.long, non_blocking=True)
@@ -144,8 +181,15 @@ class Training:
 
     def save(self, kept: Path) -> None:
         half = kept.with_suffix(".half")
-        torch.save({"model": self.model.state_dict(), "adam": self.adam.state_dict(), "step": self.step,
-                    "seconds": self.seconds}, half)
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "adam": self.adam.state_dict(),
+                "step": self.step,
+                "seconds": self.seconds,
+            },
+            half,
+        )
         half.rename(kept)
 
     def load(self, kept: Path) -> None:
@@ -162,7 +206,8 @@ def prepare(options: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, Tenso
         return PreTrainedTokenizerFast.from_pretrained(options.out), torch.load(kept)
     options.out.mkdir(parents=True, exist_ok=True)
     pieces = read_texts(options.text, int(options.most * 1e6))
-    tokenizer = learn_tokenizer(pieces[:: max(1, len(pieces) // 40)], options.vocabulary)  # 4 MB say enough
+    # 4 MB say enough
+    tokenizer = learn_tokenizer(pieces[:: max(1, len(pieces) // 40)], options.vocabulary)
     tokenizer.save_pretrained(options.out)
     found = list(encoded(tokenizer, pieces))
     tokens = torch.cat(found).to(torch.int16 if options.vocabulary <= 2**15 else torch.int32)
@@ -177,11 +222,20 @@ def encoded(tokenizer: Any, pieces: Sequence[str]) -> Iterator[Tensor]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
-    parser.add_argument("--most", type=float, default=10, help="million characters of one text or folder")
-    parser.add_argument("--seconds", type=float, default=150, help="of training, those of earlier runs with the same OUT too")
+    parser.add_argument(
+        "--most", type=float, default=10, help="million characters of one text or folder"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=150,
+        help="of training, those of earlier runs with the same OUT too",
+    )
     parser.add_argument("--steps", type=int, default=0, help="at most so many steps")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -190,7 +244,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prepare", action="store_true", help="make tokenizer and tokens, and no model")
+    parser.add_argument(
+        "--prepare", action="store_true", help="make tokenizer and tokens, and no model"
+    )
     parser.add_argument("--device", default="")
     return parser.parse_args()
 
@@ -211,10 +267,19 @@ def main() -> None:
     training.save(kept)
     training.model.float().save_pretrained(options.out)
     size = options.batch * options.length
-    print(json.dumps({"parameters": sum(p.numel() for p in training.model.parameters()), "text_tokens": len(tokens),
-                      "steps": training.step, "tokens": training.step * size,
-                      "tokens_per_second": round((training.step - before) * size / max(spent, 1e-9)),
-                      "seconds": round(training.seconds, 1), "held_out_loss": round(training.held_out(), 4)}))
+    print(
+        json.dumps(
+            {
+                "parameters": sum(p.numel() for p in training.model.parameters()),
+                "text_tokens": len(tokens),
+                "steps": training.step,
+                "tokens": training.step * size,
+                "tokens_per_second": round((training.step - before) * size / max(spent, 1e-9)),
+                "seconds": round(training.seconds, 1),
+                "held_out_loss": round(training.held_out(), 4),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Commands one after the other, each in a fresh process that has done its imports while the one before it ran.
+"""Commands one after the other, each in a fresh process that has done its imports while the one
+before it ran.
 
-    benchmarks/workshop/commands.py [--at-once N] FILE      lines of `NAME SECONDS COMMAND ARGUMENTS…` in shell words; COMMAND is
+    benchmarks/workshop/commands.py [--at-once N] FILE      lines of `NAME SECONDS COMMAND
+        ARGUMENTS…` in shell words; COMMAND is
                                                    `flyweight` or a script
 
-Importing torch takes longer than many a measurement, and a process for all of them would carry the memory of one into the
-figures of the next. So the next process always stands by: imports done, no GPU touched, waiting for its command. What a command
-prints goes to NAME.log under the temporary folder, its last words are shown if it fails, and one that takes longer than its
-SECONDS is ended, so that the others still get their turn: rows are saved as they come. Several at once are for what is not
-timed, such as compiling kernels.
+Importing torch takes longer than many a measurement, and a process for all of them would carry the
+memory of one into the figures of the next. So the next process always stands by: imports done, no
+GPU touched, waiting for its command. What a command prints goes to NAME.log under the temporary
+folder, its last words are shown if it fails, and one that takes longer than its SECONDS is ended,
+so that the others still get their turn: rows are saved as they come. Several at once are for what
+is not timed, such as compiling kernels.
 """
 
 from __future__ import annotations
@@ -26,9 +29,23 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-AHEAD = ("torch", "triton", "cuda.core", "typer", "rich.progress", "flyweight.engine.llm", "flyweight.bench.sweep",
-         "flyweight.bench.serve", "flyweight.bench.steps", "flyweight.bench.attention", "flyweight.bench.chain",
-         "flyweight.report.document", "flyweight.kernels.linear.gemm", "flyweight.kernels.vptq.linear", "flyweight.kernels.attention.triton")
+AHEAD = (
+    "torch",
+    "triton",
+    "cuda.core",
+    "typer",
+    "rich.progress",
+    "flyweight.engine.llm",
+    "flyweight.bench.sweep",
+    "flyweight.bench.serve",
+    "flyweight.bench.steps",
+    "flyweight.bench.attention",
+    "flyweight.bench.chain",
+    "flyweight.report.document",
+    "flyweight.kernels.linear.gemm",
+    "flyweight.kernels.vptq.linear",
+    "flyweight.kernels.attention.triton",
+)
 
 
 def stand_by() -> None:
@@ -55,7 +72,9 @@ def stand_by() -> None:
 
 
 def wait_for_one() -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, __file__, "--stand-by"], stdin=subprocess.PIPE, text=True, process_group=0)
+    return subprocess.Popen(
+        [sys.executable, __file__, "--stand-by"], stdin=subprocess.PIPE, text=True, process_group=0
+    )
 
 
 def tell(process: subprocess.Popen[str], command: list[object]) -> bool:
@@ -89,7 +108,11 @@ class Plan:
 
     def run_one(self, line: list[str]) -> bool:
         name, seconds, *command = line
-        process, log, started = self.waiting.pop(0), Path(tempfile.gettempdir(), f"{name}.log"), time.monotonic()
+        process, log, started = (
+            self.waiting.pop(0),
+            Path(tempfile.gettempdir(), f"{name}.log"),
+            time.monotonic(),
+        )
         if len(self.processes) < len(self.lines):
             self.waiting.append(wait_for_one())
             self.processes.append(self.waiting[-1])
@@ -110,11 +133,16 @@ class Plan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("plan", type=Path)
     parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
-    plan = Plan([shlex.split(line) for line in options.plan.read_text().splitlines() if line.strip()], options.at_once)
+    plan = Plan(
+        [shlex.split(line) for line in options.plan.read_text().splitlines() if line.strip()],
+        options.at_once,
+    )
 
     def stop(*_: object) -> None:
         for process in plan.processes:

@@ -50,9 +50,7 @@ def microseconds(graph: torch.cuda.CUDAGraph, launches: int, rounds: int = 20) -
 
 
 def time_steps(rows: int, weights: DeltaWeights, copied: float) -> dict[str, object]:
-    caches = [
-        StateStorage.zeros(SHAPE.state, rows, torch.bfloat16, DEVICE) for _ in range(LAYERS)
-    ]
+    caches = [StateStorage.zeros(SHAPE.state, rows, torch.bfloat16, DEVICE) for _ in range(LAYERS)]
     projected = torch.randn(rows, SHAPE.projected, device=DEVICE).bfloat16()
     out = torch.empty(rows, SHAPE.outputs, device=DEVICE).bfloat16()
     lengths = torch.full((rows,), 100, dtype=torch.int32, device=DEVICE)

@@ -1,7 +1,7 @@
 """A report in pages that a browser shows and a reader can hold: none over LIMIT bytes.
 
-A page begins where a section does. What is longer goes on in NAME-2.md and so on, between two blocks where that is possible,
-else between two lines of a table, whose head is repeated.
+A page begins where a section does. What is longer goes on in NAME-2.md and so on, between two
+blocks where that is possible, else between two lines of a table, whose head is repeated.
 """
 
 from __future__ import annotations
@@ -52,4 +52,6 @@ def in_pages(blocks: Sequence[Block], limit: int = LIMIT) -> list[list[Block]]:
 
 def names(name: str, count: int) -> list[str]:
     """kernel.md, kernel-2.md, …"""
-    return [f"{name}.md" if number == 1 else f"{name}-{number}.md" for number in range(1, count + 1)]
+    return [
+        f"{name}.md" if number == 1 else f"{name}-{number}.md" for number in range(1, count + 1)
+    ]

@@ -3,8 +3,8 @@
     python benchmarks/workshop/pieces.py cut PIECES MODEL.gguf texts/ --megabytes 55
     python benchmarks/workshop/pieces.py join PIECES TARGET
 
-The pieces are one tar stream cut at fixed places; `pieces.json` has each one's size and SHA-256. Joining writes nothing
-unless every piece is there and whole.
+The pieces are one tar stream cut at fixed places; `pieces.json` has each one's size and SHA-256.
+Joining writes nothing unless every piece is there and whole.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def join(folder: Path, target: Path) -> None:
             if hashlib.file_digest(stream, "sha256").hexdigest() != fact["sha256"]:
                 sys.exit(f"{path} is damaged: carry it again")
     with tarfile.open(fileobj=io.BufferedReader(Joined([folder / fact["name"] for fact in facts])), mode="r|") as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and before have none
+        # Python 3.11.3 and before have none
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(target)
 
 
@@ -105,7 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("cut", "join"))
     parser.add_argument("pieces", type=Path, help="the folder of the pieces")
-    parser.add_argument("paths", type=Path, nargs="+", help="cut: files and folders; join: the folder to unpack into")
+    parser.add_argument("paths", type=Path, nargs="+", help="cut: files and folders; join: the "
+                                                            "folder to unpack into")
     parser.add_argument("--megabytes", type=float, default=55)
     options = parser.parse_args()
     if options.action == "join":

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""A trace of arrivals played against the scheduler without a model: what gaps and first tokens a policy gives.
+"""A trace of arrivals played against the scheduler without a model: what gaps and first tokens a
+policy gives.
 
-    python benchmarks/workshop/play_arrivals.py AZURE.csv [--requests 240] [--rate 16] [--host 1.0,0.05]
+    python benchmarks/workshop/play_arrivals.py AZURE.csv [--requests 240] [--rate 16] [--host
+        1.0,0.05]
         [--together 4096] [--seconds 0.25 0.4] [--fewest 64] [--most 512]
 
-The scheduler is the engine's own; steps take what they took on one H200 with Qwen3-8B in int4: passes of prompts by the
-rows of `benchmarks/h200/prefill.jsonl`, captured, and steps of answers by a fixed part, a part for each row and one for each
-cached token. `--host A,B`: a step takes at least A + B × rows milliseconds, as where Python is in the way. `--together N` plays
-steps of answers with up to N tokens of prompts in them, the others turns (`engine/turns.py`) with other constants. Good for
-choosing a policy, not for knowing a figure: captures, copies and the wait for the interpreter are not played.
+The scheduler is the engine's own; steps take what they took on one H200 with Qwen3-8B in int4:
+passes of prompts by the rows of `benchmarks/h200/prefill.jsonl`, captured, and steps of answers by
+a fixed part, a part for each row and one for each cached token. `--host A,B`: a step takes at least
+A + B × rows milliseconds, as where Python is in the way. `--together N` plays steps of answers with
+up to N tokens of prompts in them, the others turns (`engine/turns.py`) with other constants. Good
+for choosing a policy, not for knowing a figure: captures, copies and the wait for the interpreter
+are not played.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from flyweight.engine.scheduler import Scheduler, Work
 
 ROWS = Path(__file__).parents[1] / "h200" / "prefill.jsonl"
 MODEL = "preset:qwen3-8b:int4"
-# milliseconds of a step of answers: fixed, for a row, for a cached token; and for a pair of a prompt's
-# new and cached tokens
+# milliseconds of a step of answers: fixed, for a row, for a cached token; and for a pair of a
+# prompt's new and cached tokens
 STEP, ROW, CACHED, PAIR = 1.9, 0.008, 1.1e-5, 1.5e-6
 
 

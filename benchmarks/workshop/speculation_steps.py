@@ -1,9 +1,13 @@
-"""What a step of several rows of one sequence costs against a step of one, and how fast answers come if guesses are right.
+"""What a step of several rows of one sequence costs against a step of one, and how fast answers
+come if guesses are right.
 
-    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context 1024] [--head int8] [--many]
+    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context
+        1024] [--head int8] [--many]
 
-Prints JSON lines: `rows_N` with qkv and attention in one kernel where they can be, `rows_N_apart` in two. Weights are random, so no guess would be right: in `answer` rows drafter and verification run in full in every
-step, and only the number of accepted guesses is forced, as the row says, with the drafter's shape and its time.
+Prints JSON lines: `rows_N` with qkv and attention in one kernel where they can be, `rows_N_apart`
+in two. Weights are random, so no guess would be right: in `answer` rows drafter and verification
+run in full in every step, and only the number of accepted guesses is forced, as the row says, with
+the drafter's shape and its time.
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter, tap
+from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
@@ -64,11 +68,22 @@ def make_rows(decoder: Decoder, context: int) -> tuple[list[KVStorage], Rows, li
     """Eight sequences of so many tokens."""
     config, device = decoder.config, decoder.device
     pages = context // PAGE + 2
-    caches = [KVStorage.zeros((8 * pages, PAGE, config.kv_heads, config.head_dim), decoder.dtype, device)
-              for _ in range(config.layers)]
+    caches = [
+        KVStorage.zeros((8 * pages, PAGE, config.kv_heads, config.head_dim), decoder.dtype, device)
+        for _ in range(config.layers)
+    ]
     rows = Rows(8, pages=pages, vocabulary=config.vocab_size, device=device)
-    requests = [Request(i, [5] * context, GREEDY, seed=0, limit=context + 16, blocks=[*range(i * pages, (i + 1) * pages)])
-                for i in range(8)]
+    requests = [
+        Request(
+            i,
+            [5] * context,
+            GREEDY,
+            seed=0,
+            limit=context + 16,
+            blocks=[*range(i * pages, (i + 1) * pages)],
+        )
+        for i in range(8)
+    ]
     rows.enter(requests)
     rows.extend()
     rows.lengths.fill_(context)
@@ -101,7 +116,9 @@ def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict
 
 @torch.inference_mode()
 def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Steps of 4 and 8 rows of one sequence with other numbers of kernels/tuned or constants, all by turns."""
+    """Steps of 4 and 8 rows of one sequence with other numbers of kernels/tuned or constants, all
+    by turns.
+    """
     caches, rows, requests = make_rows(decoder, context)
     shared = SharedRows(rows)
     constants = Constants()
@@ -111,7 +128,9 @@ def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dic
         try:
             for count in (1, 4, 8):
                 graphs = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
-                graphs.logits(shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))]))
+                graphs.logits(
+                    shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+                )
                 found[text, count] = graphs
         except (ValueError, RuntimeError) as error:
             yield {"what": "trial", "try": text, "error": str(error)[:200]}
@@ -124,12 +143,20 @@ def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dic
     one = statistics.median(times["", 1])
     for (text, count), each in times.items():
         middle = statistics.median(each)
-        yield {"what": "trial", "try": text or "now", "rows": count, "ms": round(middle, 4), "over_1": round(middle / one, 3)}
+        yield {
+            "what": "trial",
+            "try": text or "now",
+            "rows": count,
+            "ms": round(middle, 4),
+            "over_1": round(middle / one, 3),
+        }
 
 
 def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
-    """Where the time of a step goes: microseconds from the end of the kernel before to a kernel's own end, since kernels begin
-    while others run. Those of layers are named by their place in a layer, with the mean over layers."""
+    """Where the time of a step goes: microseconds from the end of the kernel before to a kernel's
+    own end, since kernels begin while others run. Those of layers are named by their place in a
+    layer, with the mean over layers.
+    """
     work()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -140,20 +167,31 @@ def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
     ended = sorted(events, key=lambda one: one.time_range.end)
     each = len(ended) // repeats
     names = [one.name for one in ended[:each]]
-    period = next((p for p in range(1, 20) if names[4 : each - 8 - p] == names[4 + p : each - 8]), each)
+    period = next(
+        (p for p in range(1, 20) if names[4 : each - 8 - p] == names[4 + p : each - 8]), each
+    )
     found: dict[tuple[int, str], list[tuple[float, float]]] = {}
     before = None
     for i, one in enumerate(ended):
         place = i % each
         key = (place % period if 4 <= place < each - 8 else -place - 1, one.name)
         if before is not None and place:
-            found.setdefault(key, []).append((one.time_range.end - before, one.time_range.elapsed_us()))
+            found.setdefault(key, []).append(
+                (one.time_range.end - before, one.time_range.elapsed_us())
+            )
         before = one.time_range.end
     rows = []
     for (place, name), times in found.items():
         ends, whole = zip(*times, strict=True)
-        rows.append({"place": place, "kernel": name[:60], "each_step": len(times) // repeats, "us": round(sum(ends) / len(ends), 3),
-                     "resident_us": round(sum(whole) / len(whole), 3)})
+        rows.append(
+            {
+                "place": place,
+                "kernel": name[:60],
+                "each_step": len(times) // repeats,
+                "us": round(sum(ends) / len(ends), 3),
+                "resident_us": round(sum(whole) / len(whole), 3),
+            }
+        )
     return rows
 
 
@@ -190,18 +228,36 @@ def speed(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
 def make_engine(decoder: Decoder, context: int, sequences: int = 8) -> Engine:
     config = decoder.config
     shape = CacheShape.of(config, decoder.dtype)
-    return Engine(decoder, shape, vocabulary=config.vocab_size, device=decoder.device, max_model_len=context + 256,
-                  blocks=(context + 256) // PAGE * max(2, sequences // 4), block_size=PAGE, max_num_seqs=sequences,
-                  max_num_batched_tokens=2048, prefix_cache=False)
+    return Engine(
+        decoder,
+        shape,
+        vocabulary=config.vocab_size,
+        device=decoder.device,
+        max_model_len=context + 256,
+        blocks=(context + 256) // PAGE * max(2, sequences // 4),
+        block_size=PAGE,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=2048,
+        prefix_cache=False,
+    )
 
 
-def many_answers(decoder: Decoder, sequences: int = 64, prompt: int = 128) -> Iterator[dict[str, object]]:
-    """Throughput of many random prompts, in which there is nothing to find, by turns without speculation and with it."""
+def many_answers(
+    decoder: Decoder, sequences: int = 64, prompt: int = 128
+) -> Iterator[dict[str, object]]:
+    """Throughput of many random prompts, in which there is nothing to find, by turns without
+    speculation and with it.
+    """
     generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(10, decoder.config.vocab_size, (sequences, prompt), generator=generator).tolist()
+    prompts = torch.randint(
+        10, decoder.config.vocab_size, (sequences, prompt), generator=generator
+    ).tolist()
     engine = make_engine(decoder, 1024, sequences)
-    kinds = {"off": lambda: None, "auto": lambda: Speculator(NgramDrafter(), Measured()),
-             "ngram": lambda: Speculator(NgramDrafter(), Fixed(7))}
+    kinds = {
+        "off": lambda: None,
+        "auto": lambda: Speculator(NgramDrafter(), Measured()),
+        "ngram": lambda: Speculator(NgramDrafter(), Fixed(7)),
+    }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn, kind in itertools.product(range(3), kinds):
         engine.speculator = kinds[kind]()
@@ -211,16 +267,25 @@ def many_answers(decoder: Decoder, sequences: int = 64, prompt: int = 128) -> It
             engine.step()
         torch.cuda.synchronize()
         if turn:  # the first compiles and captures
-            found[kind].append(sum(request.generated for request in requests) / (time.perf_counter() - begin))
+            found[kind].append(
+                sum(request.generated for request in requests) / (time.perf_counter() - begin)
+            )
     middle = {kind: sorted(speeds)[len(speeds) // 2] for kind, speeds in found.items()}
     for kind, tok_s in middle.items():
-        yield {"sequences": sequences, "speculate": kind, "tok_s": round(tok_s, 1), "ratio": round(tok_s / middle["off"], 4)}
+        yield {
+            "sequences": sequences,
+            "speculate": kind,
+            "tok_s": round(tok_s, 1),
+            "ratio": round(tok_s / middle["off"], 4),
+        }
 
 
 def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str, object]]:
     config, context = decoder.config, options.context
     engine = make_engine(decoder, context)
-    prompt = torch.randint(10, min(5000, config.vocab_size), (context,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = torch.randint(
+        10, min(5000, config.vocab_size), (context,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     yield {"guesses": 0, "tok_s": round(speed(engine, prompt)[0], 1)}
     forced = itertools.cycle((2, 3))  # accepted, so that a step gives 3.5 tokens
     runner.count_accepted = lambda drafts, chosen: min(len(drafts), next(forced))
@@ -228,7 +293,11 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
         yield forced_row(engine, prompt, Repeats(), guesses) | {"drafter": "costs nothing"}
     head = eagle3.load(eagle3.RandomHead(decoder), decoder, bits=bits_of(decoder))
     tap(decoder, head)
-    facts = {"drafter": "eagle3, random weights", "drafter_bytes": head.nbytes, "drafter_vocabulary": sum(head.head.sizes)}
+    facts = {
+        "drafter": "eagle3, random weights",
+        "drafter_bytes": head.nbytes,
+        "drafter_vocabulary": sum(head.head.sizes),
+    }
     for guesses in (3, 4, 5, 7):
         engine = make_engine(decoder, context)  # whose steps leave hidden states
         drafter = HeadDrafter(head, engine.runner, guesses=guesses)
@@ -236,21 +305,31 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
         yield facts | row | head_times(drafter)
 
 
-def forced_row(engine: Engine, prompt: list[int], drafter: Drafter, guesses: int) -> dict[str, object]:
+def forced_row(
+    engine: Engine, prompt: list[int], drafter: Drafter, guesses: int
+) -> dict[str, object]:
     engine.speculator = speculator = Speculator(drafter, Fixed(guesses))
     found, request = speed(engine, prompt)
-    return {"guesses": guesses, "tok_s": round(found, 1), "accept_flags": "forced",
-            "tokens_per_step": round((request.generated - 1) / (len(request.chunks) - 1), 2),
-            "draft_ms": round(speculator.figures()["draft_ms"], 3)}
+    return {
+        "guesses": guesses,
+        "tok_s": round(found, 1),
+        "accept_flags": "forced",
+        "tokens_per_step": round((request.generated - 1) / (len(request.chunks) - 1), 2),
+        "draft_ms": round(speculator.figures()["draft_ms"], 3),
+    }
 
 
 def head_times(drafter: HeadDrafter) -> dict[str, float]:
-    """Milliseconds of the device for one sequence: the step's rows through the head, and its guesses."""
+    """Milliseconds of the device for one sequence: the step's rows through the head, and its
+    guesses.
+    """
     graphs = drafter.graphs
     if graphs is None:
         return {}
-    return {"follow_ms": round(milliseconds(lambda: graphs.follow(1 + drafter.guesses)), 4),
-            "chain_ms": round(milliseconds(lambda: graphs.chain(1)), 4)}
+    return {
+        "follow_ms": round(milliseconds(lambda: graphs.follow(1 + drafter.guesses)), 4),
+        "chain_ms": round(milliseconds(lambda: graphs.chain(1)), 4),
+    }
 
 
 def load(options: argparse.Namespace, device: torch.device) -> Decoder:
@@ -269,19 +348,46 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b", help="a preset, or a file or folder")
     parser.add_argument("--scheme", default="int4")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
-    parser.add_argument("--many", action="store_true", help="the throughput of 64 answers at once, too")
-    parser.add_argument("--kernels", action="store_true", help="where the time of steps of several rows goes, by kernel")
-    parser.add_argument("--try", dest="tries", action="append", default=[], help="steps with other numbers, as trials.py takes them")
-    parser.add_argument("--no-answers", dest="answers", action="store_false", help="no answers with guesses")
+    parser.add_argument(
+        "--head",
+        default=None,
+        help="bits of the model's own head, as `flyweight serve --head` takes them",
+    )
+    parser.add_argument(
+        "--many", action="store_true", help="the throughput of 64 answers at once, too"
+    )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="where the time of steps of several rows goes, by kernel",
+    )
+    parser.add_argument(
+        "--try",
+        dest="tries",
+        action="append",
+        default=[],
+        help="steps with other numbers, as trials.py takes them",
+    )
+    parser.add_argument(
+        "--no-answers", dest="answers", action="store_false", help="no answers with guesses"
+    )
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
     decoder = load(options, device)
-    facts = {"model": options.model, "scheme": options.scheme, "head": options.head or "stored", "context": options.context,
-             "gpu": torch.cuda.get_device_name(0), "load_s": round(time.perf_counter() - begin, 1)}
+    facts = {
+        "model": options.model,
+        "scheme": options.scheme,
+        "head": options.head or "stored",
+        "context": options.context,
+        "gpu": torch.cuda.get_device_name(0),
+        "load_s": round(time.perf_counter() - begin, 1),
+    }
     costs = step_costs(decoder, options.context, kernels=options.kernels)
-    ratios = {f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3) for count in (4, 8)}
+    ratios = {
+        f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3)
+        for count in (4, 8)
+    }
     print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
     for row in trials(decoder, options.context, options.tries) if options.tries else ():
         print(json.dumps(row), flush=True)

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Host memory while a model that is larger than a limit is loaded and quantized: one row with both peaks.
+"""Host memory while a model that is larger than a limit is loaded and quantized: one row with both
+peaks.
 
-    python benchmarks/workshop/streaming.py --out benchmarks/cpu/streaming.jsonl --model qwen2-7b --layers 8 --limit-gb 3
+    python benchmarks/workshop/streaming.py --out benchmarks/cpu/streaming.jsonl --model qwen2-7b
+        --layers 8 --limit-gb 3
 
-A folder of random weights is written shard by shard. Then it is loaded: on a GPU whole, straight onto the device; on a CPU
-block by block, each dropped before the next, as calibration does it. Then it is quantized, block by block. What is counted
-is anonymous memory, sampled ten times a second, less what the process had before: pages of the mapped files come on top, and
-are the system's to drop. A peak above the limit makes the row `failed` and the exit code 1.
+A folder of random weights is written shard by shard. Then it is loaded: on a GPU whole, straight
+onto the device; on a CPU block by block, each dropped before the next, as calibration does it. Then
+it is quantized, block by block. What is counted is anonymous memory, sampled ten times a second,
+less what the process had before: pages of the mapped files come on top, and are the system's to
+drop. A peak above the limit makes the row `failed` and the exit code 1.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ def watched(run: Any, device: torch.device) -> tuple[float, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="qwen2-7b", help="a preset, for its shapes")
     parser.add_argument("--layers", type=int, help="so many instead of the model's own")
@@ -81,19 +86,47 @@ def main() -> None:
     print(f"{size:.2f} GB in {len(Checkpoint(folder).files)} files", flush=True)
 
     load_seconds, loading = watched(lambda: load(folder, device), device)
-    seconds, making = watched(lambda: quantize(folder, options.scheme, options.work / "out", device=options.device), device)
+    seconds, making = watched(
+        lambda: quantize(folder, options.scheme, options.work / "out", device=options.device),
+        device,
+    )
     peak = max(loading["peak_host_gb"], making["peak_host_gb"])
     shutil.rmtree(options.work, ignore_errors=True)
     good = peak <= options.limit_gb < size
     row = make_row(
-        "quantize", environment["id"], status="ok" if good else "failed", model=options.model, layers=config["num_hidden_layers"],
-        checkpoint="random:0", weights="random", scheme=options.scheme, device=options.device, disk=True, extrapolated=False,
-        size_gb=round(size, 3), limit_gb=options.limit_gb, seconds=seconds, load_seconds=load_seconds,
-        load_peak_host_gb=loading["peak_host_gb"], **making,
-        **({} if good else {"reason": f"a peak of {peak:.2f} GB, a limit of {options.limit_gb} GB, a folder of {size:.2f} GB"}))
+        "quantize",
+        environment["id"],
+        status="ok" if good else "failed",
+        model=options.model,
+        layers=config["num_hidden_layers"],
+        checkpoint="random:0",
+        weights="random",
+        scheme=options.scheme,
+        device=options.device,
+        disk=True,
+        extrapolated=False,
+        size_gb=round(size, 3),
+        limit_gb=options.limit_gb,
+        seconds=seconds,
+        load_seconds=load_seconds,
+        load_peak_host_gb=loading["peak_host_gb"],
+        **making,
+        **(
+            {}
+            if good
+            else {
+                "reason": f"a peak of {peak:.2f} GB, a limit of {options.limit_gb} "
+                f"GB, a folder of {size:.2f} GB"
+            }
+        ),
+    )
     with options.out.open("a") as stream:
         stream.writelines(json.dumps(one) + "\n" for one in (environment, row))
-    print(json.dumps({key: row[key] for key in row if key.endswith(("_gb", "seconds", "status", "reason"))}))
+    print(
+        json.dumps(
+            {key: row[key] for key in row if key.endswith(("_gb", "seconds", "status", "reason"))}
+        )
+    )
     raise SystemExit(not good)
 
 

@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
-r"""What a kernel could do otherwise, before it becomes the rule: linears cut in other ways, or decode steps with other constants.
+r"""What a kernel could do otherwise, before it becomes the rule: linears cut in other ways, or
+decode steps with other constants.
 
     python benchmarks/workshop/trials.py cuts w8a8 6144x4096 --rows 16 32 \
         --try "separate_exchange=False" "tokens=32, warpgroups=2, split=2"
-    python benchmarks/workshop/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "formats.w8a8.gemm_team_tokens=(0, 64)" \
+    python benchmarks/workshop/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try
+        "formats.w8a8.gemm_team_tokens=(0, 64)" \
         "gemm_shape.RESERVED_BESIDE=8192"
 
-    FLYWEIGHT_PRETEND=sm_80 python benchmarks/workshop/trials.py chain w4a16 qwen3-8b --rows 1 --try "gemv.stage_bytes=4096"
+    FLYWEIGHT_PRETEND=sm_80 python benchmarks/workshop/trials.py chain w4a16 qwen3-8b --rows 1 --try
+        "gemv.stage_bytes=4096"
 
-`chain` times the linears of a layer, one after the other as decoding runs them. `cuts` (FORMAT OUTPUTSxINPUTS) forces parts of the cut (`gemm_shape.Forced`) and prints each one's relative error; `steps`
-sets numbers of kernels/tuned (`formats.FORMAT.NAME`, `steps.NAME`, `gemv.NAME`) or constants of modules (one that a module has imported is
-that module's own). What is chosen now comes first. All take
-turns; medians in microseconds. A linear that is faster by itself often makes steps slower: what runs beside it counts.
+`chain` times the linears of a layer, one after the other as decoding runs them. `cuts` (FORMAT
+OUTPUTSxINPUTS) forces parts of the cut (`gemm_shape.Forced`) and prints each one's relative error;
+`steps` sets numbers of kernels/tuned (`formats.FORMAT.NAME`, `steps.NAME`, `gemv.NAME`) or
+constants of modules (one that a module has imported is that module's own). What is chosen now comes
+first. All take turns; medians in microseconds. A linear that is faster by itself often makes steps
+slower: what runs beside it counts.
 
-`--compile` runs nothing: it compiles what the same command will time (not its prompts), on a machine without a GPU, into
-FLYWEIGHT_CACHE.
+`--compile` runs nothing: it compiles what the same command will time (not its prompts), on a
+machine without a GPU, into FLYWEIGHT_CACHE.
 """
 
 from __future__ import annotations
@@ -54,8 +59,12 @@ from flyweight.machine import copy_bandwidth
 
 LINEAR = ("choose", "gemm", "gemm_shape", "gemm_small", "gemv", "gemv_cluster", "gemv_splitk")
 MODULES = {name: f"linear.{name}" for name in LINEAR} | {
-    "rows": "vptq.rows", "gather": "vptq.gather", "linear": "vptq.linear", "qkv": "attention.qkv",
-    "dependent_launch": "dependent_launch"}
+    "rows": "vptq.rows",
+    "gather": "vptq.gather",
+    "linear": "vptq.linear",
+    "qkv": "attention.qkv",
+    "dependent_launch": "dependent_launch",
+}
 TABLES = ("steps", "gemv", "formats")  # of tuned numbers
 INPUT, OUTPUT = 256, 66
 LAYERS = 12  # of a chain
@@ -63,7 +72,7 @@ DOTTED = re.compile(r"\.(?=[\w.]+\s*=)")
 
 
 def assignments(text: str) -> dict[str, Any]:
-    """"a=1, b.c=(2, 3)" → {"a": 1, "b.c": (2, 3)}."""
+    """ "a=1, b.c=(2, 3)" → {"a": 1, "b.c": (2, 3)}."""
     try:
         call = ast.parse(f"f({DOTTED.sub('__', text)})", mode="eval").body
     except SyntaxError:
@@ -77,19 +86,26 @@ class Constants:
     """Sets constants of modules, and back; whatever was kept by shape is forgotten."""
 
     def __init__(self) -> None:
-        self.modules = {name: importlib.import_module(f"flyweight.kernels.{path}") for name, path in MODULES.items()}
+        self.modules = {
+            name: importlib.import_module(f"flyweight.kernels.{path}")
+            for name, path in MODULES.items()
+        }
         self.before: dict[str, Any] = {}
         self.measured = tuned.of
 
     def set(self, wanted: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in wanted.items() if name.partition(".")[0] in TABLES}
+        numbers = {
+            name: value for name, value in wanted.items() if name.partition(".")[0] in TABLES
+        }
         tuned.of = functools.partial(retuned, self.measured, numbers) if numbers else self.measured
         for name, value in (self.before | wanted).items():
             if name in numbers:
                 continue
             module, _, constant = name.partition(".")
             if not hasattr(self.modules.get(module), constant):
-                raise SystemExit(f"there is no constant {name}; modules are {', '.join([*MODULES, *TABLES])}")
+                raise SystemExit(
+                    f"there is no constant {name}; modules are {', '.join([*MODULES, *TABLES])}"
+                )
             self.before.setdefault(name, getattr(self.modules[module], constant))
             setattr(self.modules[module], constant, value)
         for module in self.modules.values():
@@ -101,14 +117,20 @@ class Constants:
                 thing.calls.clear()
 
 
-def retuned(measured: Callable[[gpu.Gpu], tuned.Tuning], numbers: dict[str, Any], device: gpu.Gpu) -> tuned.Tuning:
-    """The tuned numbers of a GPU with some of them otherwise: "steps.packed_ahead", "formats.int4.ticket_rows"."""
+def retuned(
+    measured: Callable[[gpu.Gpu], tuned.Tuning], numbers: dict[str, Any], device: gpu.Gpu
+) -> tuned.Tuning:
+    """The tuned numbers of a GPU with some of them otherwise: "steps.packed_ahead",
+    "formats.int4.ticket_rows".
+    """
     found = measured(device)
     for name, value in numbers.items():
         table, *place, number = name.split(".")
         try:
             if table != "formats":
-                found = dataclasses.replace(found, **{table: dataclasses.replace(getattr(found, table), **{number: value})})
+                found = dataclasses.replace(
+                    found, **{table: dataclasses.replace(getattr(found, table), **{number: value})}
+                )
             else:
                 changed = dataclasses.replace(found.formats[place[0]], **{number: value})
                 found = dataclasses.replace(found, formats=found.formats | {place[0]: changed})
@@ -119,8 +141,12 @@ def retuned(measured: Callable[[gpu.Gpu], tuned.Tuning], numbers: dict[str, Any]
 
 def cut_linear(options: argparse.Namespace, device: torch.device) -> tuple[Any, TiledLinear]:
     outputs, inputs = map(int, options.shape.split("x"))
-    case = Case(options.format, 1, inputs, outputs, torch.bfloat16, zero_points=not options.symmetric)
-    tensor = FORMATS[case.format](case, (outputs, inputs), torch.device("cpu") if gpu.is_pretended() else device).to(device)
+    case = Case(
+        options.format, 1, inputs, outputs, torch.bfloat16, zero_points=not options.symmetric
+    )
+    tensor = FORMATS[case.format](
+        case, (outputs, inputs), torch.device("cpu") if gpu.is_pretended() else device
+    ).to(device)
     return tensor, TiledLinear(tensor, dtype=case.dtype, ops=dispatch.decoder_ops(device))
 
 
@@ -141,13 +167,23 @@ def cuts(options: argparse.Namespace) -> None:
             errors[text] = relative_error(runs[0](x), want)
             works[text] = replay.Work(lambda i, runs=runs, x=x: runs[i](x), count)
         for text, times in replay.measure(works, device, samples=options.samples).items():
-            print(f"{rows} rows  {statistics.median(times):9.2f} us  error {errors[text]:.1e}  {text or 'now'}", flush=True)
+            print(
+                f"{rows} rows  {statistics.median(times):9.2f} us  error {errors[text]:.1e}  "
+                f"{text or 'now'}",
+                flush=True,
+            )
 
 
 def steps(options: argparse.Namespace) -> None:
     most, pages = max(options.rows), -(-(INPUT + OUTPUT) // ahead.PAGE)
-    llm = LLM(options.model, max_num_seqs=most, max_model_len=pages * ahead.PAGE, blocks=most * pages,
-              block_size=ahead.PAGE, prefix_cache=False)
+    llm = LLM(
+        options.model,
+        max_num_seqs=most,
+        max_model_len=pages * ahead.PAGE,
+        blocks=most * pages,
+        block_size=ahead.PAGE,
+        prefix_cache=False,
+    )
     constants, graphs, runner = Constants(), {}, llm.engine.runner
     for text in ("", *options.tries):
         constants.set(assignments(text))
@@ -156,7 +192,10 @@ def steps(options: argparse.Namespace) -> None:
         for rows in options.rows:
             Profiler(llm, Workload(rows, INPUT, 12)).decode(contextlib.nullcontext)
     for rows in options.rows:
-        profiler, found = Profiler(llm, Workload(rows, INPUT, OUTPUT)), {text: [] for text in graphs}
+        profiler, found = (
+            Profiler(llm, Workload(rows, INPUT, OUTPUT)),
+            {text: [] for text in graphs},
+        )
         for _, text in turns(list(graphs), options.samples):
             runner.steps = graphs[text]
             found[text].append(timed(profiler)[0])
@@ -179,13 +218,23 @@ def chain(options: argparse.Namespace) -> None:
     for name in options.formats.split(","):
         for rows in options.rows:
             constants.set({})
-            chain_of(Case(name, rows, 1, 1, torch.bfloat16, zero_points=not options.symmetric), options, constants, bandwidth)
+            chain_of(
+                Case(name, rows, 1, 1, torch.bfloat16, zero_points=not options.symmetric),
+                options,
+                constants,
+                bandwidth,
+            )
 
 
-def chain_of(case: Case, options: argparse.Namespace, constants: Constants, bandwidth: float) -> None:
+def chain_of(
+    case: Case, options: argparse.Namespace, constants: Constants, bandwidth: float
+) -> None:
     """What is replayed must give the bits of what is run one by one."""
     device, shapes, make = torch.device("cuda"), linears(options.model), FORMATS[case.format]
-    layers = [lay_out({name: make(case, shape, device) for name, shape in shapes.items()}, case) for _ in range(LAYERS)]
+    layers = [
+        lay_out({name: make(case, shape, device) for name, shape in shapes.items()}, case)
+        for _ in range(LAYERS)
+    ]
     nbytes = sum(one.nbytes for one in layers[0].values())
     norm = Norm(torch.ones(shapes["o"][0], device=device, dtype=torch.bfloat16), EPSILON)
     x, samplers, results = torch.randn(case.rows, shapes["o"][0], device=device).bfloat16(), {}, {}
@@ -198,15 +247,22 @@ def chain_of(case: Case, options: argparse.Namespace, constants: Constants, band
         samplers[text] = replay.graph_sampler(run, LAYERS)
         again = replayed(run)
         if not torch.equal(again, results[text]):
-            print(f"replayed differs: {relative_error(again, results[text].double()):.1e}  {text or 'now'}", flush=True)
+            print(
+                f"replayed differs: {relative_error(again, results[text].double()):.1e}  "
+                f"{text or 'now'}",
+                flush=True,
+            )
     times: dict[str, list[float]] = {text: [] for text in samplers}
     for _, text in turns(list(samplers), options.samples):
         times[text].append(samplers[text]())
     for text, found in times.items():
         us, error = statistics.median(found), relative_error(results[text], results[""].double())
         share = 100 * nbytes / us / 1e3 / bandwidth
-        print(f"{case.format} {case.rows} rows  {us:9.2f} us a layer  {share:5.1f} % of copies  error {error:.1e}  {text or 'now'}",
-              flush=True)
+        print(
+            f"{case.format} {case.rows} rows  {us:9.2f} us a layer  {share:5.1f} % of copies  "
+            f"error {error:.1e}  {text or 'now'}",
+            flush=True,
+        )
 
 
 def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
@@ -215,7 +271,9 @@ def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
         if options.what == "cuts":
             _, linear = cut_linear(options, DEVICE)
             for rows in options.rows:
-                x = torch.empty(rows, linear.weight.in_features, dtype=torch.bfloat16, device=DEVICE)
+                x = torch.empty(
+                    rows, linear.weight.in_features, dtype=torch.bfloat16, device=DEVICE
+                )
                 for text in ("", *options.tries):
                     multiplied(linear, assignments(text))(x)
         else:
@@ -227,7 +285,9 @@ def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="what", required=True)
     cut, step, linked = (commands.add_parser(name) for name in ("cuts", "steps", "chain"))
     cut.add_argument("format", choices=FORMATS)
@@ -244,7 +304,9 @@ def main() -> None:
         one.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     if options.compile:
-        found = precompile.precompile([functools.partial(wanted_by, options)], "sm_90a", listen=lambda *_: None)
+        found = precompile.precompile(
+            [functools.partial(wanted_by, options)], "sm_90a", listen=lambda *_: None
+        )
         print(f"{found.kernels} kernels, {found.fresh} of them compiled now")
     else:
         {"cuts": cuts, "steps": steps, "chain": chain}[options.what](options)

@@ -11,15 +11,20 @@ if TYPE_CHECKING:
     from flyweight.engine.request import SamplingParams
     from flyweight.quant.quantize import quantize
 
-# Read when torch is loaded. On a CPU, threads that wait for each other spin for milliseconds by default; beside other work on the
-# same cores they keep them from the very thread they wait for, and a token can take a second. Sleeping sooner costs little.
+# Read when torch is loaded. On a CPU, threads that wait for each other spin for milliseconds by
+# default; beside other work on the same cores they keep them from the very thread they wait for,
+# and a token can take a second. Sleeping sooner costs little.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "quantize"]
 
-HOME = {"LLM": "flyweight.engine.llm", "SamplingParams": "flyweight.engine.request", "quantize": "flyweight.quant.quantize"}
+HOME = {
+    "LLM": "flyweight.engine.llm",
+    "SamplingParams": "flyweight.engine.request",
+    "quantize": "flyweight.quant.quantize",
+}
 
 
 def __getattr__(name: str) -> Any:

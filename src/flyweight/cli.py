@@ -1,9 +1,10 @@
 """The command line: a table of verbs, each importing its own module only when it is used.
 
-A verb is a function with typer annotations in `flyweight.commands.<module>`, named as the verb (`-` as `_`); its
-docstring is the help text, examples included. A verb that is a dictionary is a group with a table of its own. What the
-user got wrong, in a command line or a model, and what the machine refused (a full disk, no permission) becomes one line on
-stderr and exit code 2; `--debug`, anywhere, shows the traceback instead. Ctrl-C is one line and exit code 130.
+A verb is a function with typer annotations in `flyweight.commands.<module>`, named as the verb (`-`
+as `_`); its docstring is the help text, examples included. A verb that is a dictionary is a group
+with a table of its own. What the user got wrong, in a command line or a model, and what the machine
+refused (a full disk, no permission) becomes one line on stderr and exit code 2; `--debug`,
+anywhere, shows the traceback instead. Ctrl-C is one line and exit code 130.
 """
 
 from __future__ import annotations
@@ -25,27 +26,55 @@ import flyweight
 from flyweight import shortage
 from flyweight.errors import FlyweightError, unknown
 
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of the copy of it inside newer typers
+# of click, or of the copy of it inside newer typers
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 VERBS = {  # verb → (module:function, one line of help)
     "pull": ("flyweight.commands.pull:pull", "Get a model: a name, a hub id, or a GGUF file."),
-    "models": ("flyweight.commands.models:models", "List the models on this machine; `list` does the same."),
+    "models": (
+        "flyweight.commands.models:models",
+        "List the models on this machine; `list` does the same.",
+    ),
     "list": ("flyweight.commands.models:list_models", "The same as `models`."),
     "rm": ("flyweight.commands.models:rm", "Delete models from the cache."),
-    "info": ("flyweight.commands.info:info", "Show what a model is: layers, schemes, sizes, kernels."),
+    "info": (
+        "flyweight.commands.info:info",
+        "Show what a model is: layers, schemes, sizes, kernels.",
+    ),
     "quantize": ("flyweight.commands.quantize:quantize", "Make a smaller copy of a model."),
-    "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
-    "compile": ("flyweight.commands.compile:compile", "Compile the CUDA kernels of models ahead of their first start."),
+    "convert": (
+        "flyweight.commands.convert:convert",
+        "Write a quantized model in another file format.",
+    ),
+    "compile": (
+        "flyweight.commands.compile:compile",
+        "Compile the CUDA kernels of models ahead of their first start.",
+    ),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "serve": ("flyweight.commands.serve:serve", "Serve a model over HTTP, as the OpenAI API does."),
     "ps": ("flyweight.commands.models:ps", "Show the servers that run on this machine."),
-    "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
-    "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
-    "doctor": ("flyweight.commands.doctor:doctor", "Check this machine: GPU, kernels, speed, exactness."),
-    "profile": ("flyweight.commands.profile:profile", "Show which operators and kernels the time goes to."),
+    "eval": (
+        "flyweight.commands.evaluate:evaluate",
+        "Measure perplexity on a text, and how close models are.",
+    ),
+    "bench": (
+        "flyweight.commands.bench:BENCHES",
+        "Measure latency, speed, throughput, serving and kernels.",
+    ),
+    "doctor": (
+        "flyweight.commands.doctor:doctor",
+        "Check this machine: GPU, kernels, speed, exactness.",
+    ),
+    "profile": (
+        "flyweight.commands.profile:profile",
+        "Show which operators and kernels the time goes to.",
+    ),
     "report": ("flyweight.commands.report:report", "Tables and figures from result files."),
-    "diff": ("flyweight.commands.diff:diff", "Compare two result files; exit code 1 if something got slower."),
+    "diff": (
+        "flyweight.commands.diff:diff",
+        "Compare two result files; exit code 1 if something got slower.",
+    ),
 }
 
 
@@ -78,8 +107,12 @@ class Verbs(TyperGroup):
             return group(name=name, context_settings=SETTINGS)
         from flyweight.commands.help_page import PlainHelp
 
-        single = typer.Typer(add_completion=False, context_settings=SETTINGS, rich_markup_mode=None,
-                             pretty_exceptions_enable=False)
+        single = typer.Typer(
+            add_completion=False,
+            context_settings=SETTINGS,
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+        )
         single.command(name, cls=PlainHelp)(target)
         command = typer.main.get_command(single)
         command.name = name
@@ -103,10 +136,15 @@ class Verbs(TyperGroup):
             typer.echo(f"  {verb:<{width}}  {text}")
         typer.echo(f"\n`{ctx.command_path} VERB --help` has examples. --debug shows tracebacks.")
         if self.table is VERBS:
-            typer.echo("--version; --install-completion [bash, zsh or fish] lets Tab complete verbs and options.")
+            typer.echo(
+                "--version; --install-completion [bash, zsh or fish] lets Tab complete "
+                "verbs and options."
+            )
 
 
-app = typer.Typer(cls=Verbs, add_completion=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
+app = typer.Typer(
+    cls=Verbs, add_completion=True, pretty_exceptions_enable=False, context_settings=SETTINGS
+)
 
 
 def show_version(value: bool) -> None:
@@ -117,7 +155,9 @@ def show_version(value: bool) -> None:
 
 @app.callback()
 def options(
-    version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=show_version, is_eager=True, help="Show the version."
+    ),
 ) -> None:
     """Make large language models small, fast and measured."""
 
@@ -125,8 +165,17 @@ def options(
 def describe(error) -> str:
     """A usage error in one line, with the nearest option or where to read on."""
     context = error.ctx
-    if context is not None and (name := getattr(error, "option_name", None)) and error.__class__.__name__ == "NoSuchOption":
-        known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("-")]
+    if (
+        context is not None
+        and (name := getattr(error, "option_name", None))
+        and error.__class__.__name__ == "NoSuchOption"
+    ):
+        known = [
+            option
+            for parameter in context.command.params
+            for option in parameter.opts
+            if option.startswith("-")
+        ]
         return unknown("option", name, [*known, "--help"])
     message = " ".join(error.format_message().split()).rstrip(".")
     message = message[:1].lower() + message[1:]
@@ -153,10 +202,19 @@ def refused(error: OSError | MemoryError | RuntimeError) -> str:
     if text := shortage.describe(error):
         return text
     if not isinstance(error, OSError):
-        return f"out of memory ({str(error).split('.')[0] or 'no more to be had'}); use a smaller model, scheme, batch or context"
-    hints = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "raise the limit (`ulimit -f`)",
-             errno.EACCES: "choose a place that is yours", errno.EPERM: "choose a place that is yours",
-             errno.EROFS: "choose another place", errno.EMFILE: "raise the limit (`ulimit -n`)"}
+        return (
+            f"out of memory ({str(error).split('.')[0] or 'no more to be had'}); use a smaller "
+            f"model, scheme, batch or context"
+        )
+    hints = {
+        errno.ENOSPC: "make room",
+        errno.EDQUOT: "make room",
+        errno.EFBIG: "raise the limit (`ulimit -f`)",
+        errno.EACCES: "choose a place that is yours",
+        errno.EPERM: "choose a place that is yours",
+        errno.EROFS: "choose another place",
+        errno.EMFILE: "raise the limit (`ulimit -n`)",
+    }
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}; {hints.get(error.errno or 0, '--debug shows where')}"
 
@@ -175,17 +233,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         else:
-            text = by_option(str(error), arguments) if isinstance(error, FlyweightError) else describe(error)
+            text = (
+                by_option(str(error), arguments)
+                if isinstance(error, FlyweightError)
+                else describe(error)
+            )
             print(f"flyweight: {text}", file=sys.stderr)
         sys.exit(2)
     except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
         print(f"flyweight: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # `| head` has seen enough; nothing can be told on a pipe that nobody reads
+    except (
+        BrokenPipeError
+    ):  # `| head` has seen enough; nothing can be told on a pipe that nobody reads
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)  # as the shell says of a program that SIGPIPE ended
     except (OSError, MemoryError, RuntimeError) as error:
-        if debug or (isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"):
+        if debug or (
+            isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"
+        ):
             raise
         print(f"flyweight: {refused(error)}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,6 @@
-"""Which device to use: the one that was asked for, if this machine has it, else the GPU, else the CPU."""
+"""Which device to use: the one that was asked for, if this machine has it, else the GPU, else the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ def unsupported_gpu(index: int = 0) -> str | None:
     """None, or in one line what is wrong with a device that torch calls cuda, and what to do."""
     import torch
 
-    needed = "Flyweight's kernels need an NVIDIA GPU from Ampere on (compute capability 8.0: A100, RTX 30 and later)"
+    needed = (
+        "Flyweight's kernels need an NVIDIA GPU from Ampere on (compute capability 8.0: A100, RTX "
+        "30 and later)"
+    )
     if getattr(torch.version, "hip", None):
         return f"an AMD GPU, through torch for ROCm: {needed}; --device cpu works here"
     major, minor = capability(index)
@@ -27,7 +32,9 @@ def unsupported_gpu(index: int = 0) -> str | None:
 
 
 def capability(index: int) -> tuple[int, int]:
-    """By the driver itself where it can be asked: torch would begin to use the GPU, which others may be using just now."""
+    """By the driver itself where it can be asked: torch would begin to use the GPU, which others
+    may be using just now.
+    """
     import torch
 
     try:
@@ -35,8 +42,13 @@ def capability(index: int) -> tuple[int, int]:
 
         driver.cuInit(0)
         names = driver.CUdevice_attribute
-        wanted = (names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        major, minor = (driver.cuDeviceGetAttribute(one, driver.cuDeviceGet(index)[1]) for one in wanted)
+        wanted = (
+            names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+        major, minor = (
+            driver.cuDeviceGetAttribute(one, driver.cuDeviceGet(index)[1]) for one in wanted
+        )
         if not int(major[0]) and not int(minor[0]):
             return int(major[1]), int(minor[1])
     except (ImportError, RuntimeError):
@@ -58,8 +70,12 @@ def pick_device(name: str | torch.device | None) -> torch.device:
         raise OptionError(unknown("device", str(name), ["cpu", "cuda", "cuda:N"]))
     count = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "cuda" and int(index or 0) >= count:
-        raise OptionError(f"--device {name}: torch {torch.__version__} finds {count or 'no'} CUDA GPU{'s' if count > 1 else ''} "
-                          f"here; {f'cuda:0 to cuda:{count - 1}' if count else '--device cpu'} will do")
+        raise OptionError(
+            f"--device {name}: torch {torch.__version__} finds {count or 'no'} CUDA "
+            f"GPU{'s' if count > 1 else ''} "
+            f"here; {f'cuda:0 to cuda:{count - 1}' if count else '--device cpu'} "
+            f"will do"
+        )
     if kind == "cuda" and (reason := unsupported_gpu(int(index or 0))):
         raise OptionError(f"--device {name}: {reason}")
     return torch.device(name)

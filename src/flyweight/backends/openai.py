@@ -1,11 +1,13 @@
-"""Any OpenAI-compatible server: prompts as token ids, answers as a stream, tokens counted the best way the server allows.
+"""Any OpenAI-compatible server: prompts as token ids, answers as a stream, tokens counted the best
+way the server allows.
 
     token_ids   the server names the ids of every chunk (`return_token_ids`)
-    usage       it counts: with every chunk (`continuous_usage_stats`), or once at the end, where chunks count one token each
-                and the last one the rest
+    usage       it counts: with every chunk (`continuous_usage_stats`), or once at the end, where
+                chunks count one token each and the last one the rest
     text        neither: every chunk that has text counts one token
 
-A role-only chunk is never a token. A server that refuses the options above gets plain requests, and says so in the rows.
+A role-only chunk is never a token. A server that refuses the options above gets plain requests, and
+says so in the rows.
 """
 
 from __future__ import annotations
@@ -61,13 +63,18 @@ class Reply:
     def chunks(self) -> tuple[str, tuple[Chunk, ...]]:
         """(where the counts come from, the chunks that have tokens)"""
         if any(event.ids is not None for event in self.events):
-            return "token_ids", tuple((event.time, len(event.ids)) for event in self.events if event.ids)
+            return "token_ids", tuple(
+                (event.time, len(event.ids)) for event in self.events if event.ids
+            )
         if len({event.total for event in self.events if event.total}) > 1:
             return "usage", tuple(rises(self.events))
         spoken = [event.time for event in self.events if event.text]
         total = self.usage.get("completion_tokens")
         if spoken and total and total >= len(spoken):
-            return "usage", (*((when, 1) for when in spoken[:-1]), (spoken[-1], total - len(spoken) + 1))
+            return "usage", (
+                *((when, 1) for when in spoken[:-1]),
+                (spoken[-1], total - len(spoken) + 1),
+            )
         return "text", tuple((when, 1) for when in spoken)
 
 
@@ -83,7 +90,9 @@ def rises(events: Sequence[Event]) -> list[Chunk]:
 class Endpoint:
     """One model on one server, asked over a client of its own."""
 
-    def __init__(self, url: str, model: str, *, sampling: Mapping[str, Any] | None = None, exact: bool = True):
+    def __init__(
+        self, url: str, model: str, *, sampling: Mapping[str, Any] | None = None, exact: bool = True
+    ):
         key = os.environ.get("OPENAI_API_KEY")
         self.client = Client(url, {"Authorization": f"Bearer {key}"} if key else None)
         self.model, self.exact = model, exact
@@ -101,12 +110,23 @@ class Endpoint:
         return reply
 
     def request(self, prompt: Prompt, output: int) -> tuple[str, dict[str, Any]]:
-        body: dict[str, Any] = {"model": self.model, "max_tokens": output, "stream": True, **self.sampling,
-                                "stream_options": {"include_usage": True}}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": output,
+            "stream": True,
+            **self.sampling,
+            "stream_options": {"include_usage": True},
+        }
         if self.exact:
-            body |= {**EXACT, "min_tokens": output, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            body |= {
+                **EXACT,
+                "min_tokens": output,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
         if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
-            return "/v1/completions", body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+            return "/v1/completions", body | {
+                "prompt": prompt if isinstance(prompt, str) else list(prompt)
+            }
         return "/v1/chat/completions", body | {"messages": list(prompt)}
 
     async def find_model(self) -> None:
@@ -117,17 +137,23 @@ class Endpoint:
                 self.model = names[0]
 
     async def probe(self, prompt: Prompt) -> None:
-        """One short request; a server that refuses exact lengths and token ids is asked without them from now on."""
+        """One short request; a server that refuses exact lengths and token ids is asked without
+        them from now on.
+        """
         try:
             await self.ask(prompt, 2)
         except HttpError as error:
             if error.status not in (400, 422) or not self.exact:
                 hint = "; put its key into OPENAI_API_KEY" if error.status == 401 else ""
-                raise ResultError(f"the server refuses the first request ({error}){hint}") from error
+                raise ResultError(
+                    f"the server refuses the first request ({error}){hint}"
+                ) from error
             self.exact = False
             await self.probe(prompt)
         except OSError as error:
-            raise ResultError(f"no server answers at {self.client.host}:{self.client.port} ({error})") from error
+            raise ResultError(
+                f"no server answers at {self.client.host}:{self.client.port} ({error})"
+            ) from error
 
 
 async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
@@ -141,14 +167,24 @@ def read_event(reply: Reply, data: Mapping[str, Any], when: float) -> None:
     reply.usage |= usage
     for choice in data.get("choices") or ():
         delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text = (
+            choice.get("text")
+            or delta.get("content")
+            or delta.get("reasoning_content")
+            or delta.get("reasoning")
+            or ""
+        )
         ids = choice.get("token_ids", delta.get("token_ids"))
         reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-        reply.events.append(Event(when, text, None if ids is None else tuple(ids), usage.get("completion_tokens")))
+        reply.events.append(
+            Event(when, text, None if ids is None else tuple(ids), usage.get("completion_tokens"))
+        )
 
 
 class OpenAI:
-    """A batch is as many streams at once; `tokens` of the answers are exact where the server ignores end of text."""
+    """A batch is as many streams at once; `tokens` of the answers are exact where the server
+    ignores end of text.
+    """
 
     name: str = "openai"
     sized: ClassVar[bool] = False
@@ -156,7 +192,10 @@ class OpenAI:
 
     def __init__(self, model: str, options: EngineOptions):
         if not options.url:
-            raise OptionError("the openai backend needs --url of a server that runs, such as http://localhost:8000")
+            raise OptionError(
+                "the openai backend needs --url of a server that runs, such as "
+                "http://localhost:8000"
+            )
         self.model, self.options, self.url = model, options, options.url
         self.kv_dtype: str | None = None
         self.exact = True
@@ -182,7 +221,14 @@ class OpenAI:
         replies = await asyncio.gather(*(endpoint.ask(prompt, output) for prompt in prompts))
         end = now()
         endpoint.client.close()
-        return Run(begin, end, tuple(Answer(begin, reply.chunks()[1], reply.token_ids, sent=reply.sent) for reply in replies))
+        return Run(
+            begin,
+            end,
+            tuple(
+                Answer(begin, reply.chunks()[1], reply.token_ids, sent=reply.sent)
+                for reply in replies
+            ),
+        )
 
     def memory(self) -> dict[str, float | None]:
         return {}

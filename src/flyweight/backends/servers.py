@@ -1,4 +1,6 @@
-"""Servers that are started here, measured over HTTP and stopped again: each is a command line and the rest is the same."""
+"""Servers that are started here, measured over HTTP and stopped again: each is a command line and
+the rest is the same.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Server(OpenAI):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tempfile.NamedTemporaryFile(prefix=f"{self.name}-", suffix=".log", delete=False)  # noqa: SIM115
-        self.process = subprocess.Popen(self.command(self.model, limits, self.port), stdout=self.log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            self.command(self.model, limits, self.port), stdout=self.log, stderr=subprocess.STDOUT
+        )
         try:
             asyncio.run(self._wait())
             super().start(limits)
@@ -57,9 +61,14 @@ class Server(OpenAI):
         begin = clock()
         while clock() - begin < PATIENCE:
             if self.process is None or self.process.poll() is not None:
-                raise ResultError(f"{self.name} ended before it answered: {last_line(Path(self.log.name))} (all of it: "
-                                    f"{self.log.name})")
-            with contextlib.suppress(OSError, HttpError, ConnectionError, asyncio.IncompleteReadError):
+                raise ResultError(
+                    f"{self.name} ended before it answered: "
+                    f"{last_line(Path(self.log.name))} (all of it: "
+                    f"{self.log.name})"
+                )
+            with contextlib.suppress(
+                OSError, HttpError, ConnectionError, asyncio.IncompleteReadError
+            ):
                 client = Client(self.url)
                 await client.text(self.ready)
                 return client.close()
@@ -85,9 +94,15 @@ class NativeServer(Server):
     ready = "/ready"
 
     def command(self, folder: str, limits: Limits, port: int) -> list[str]:
-        settings = {"port": port, "device": self.options.device, "dtype": self.options.dtype, "max-model-len": limits.context,
-                    "max-num-seqs": limits.batch, "no-prefix-cache": True,
-                    **{key.replace("_", "-"): value for key, value in self.options.extra.items()}}
+        settings = {
+            "port": port,
+            "device": self.options.device,
+            "dtype": self.options.dtype,
+            "max-model-len": limits.context,
+            "max-num-seqs": limits.batch,
+            "no-prefix-cache": True,
+            **{key.replace("_", "-"): value for key, value in self.options.extra.items()},
+        }
         return [sys.executable, "-m", "flyweight", "serve", folder, *flags(settings)]
 
 
@@ -96,7 +111,11 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for key, value in settings.items():
         if value is not None and value is not False:
-            found += [f"--{key}"] if value is True else [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+            found += (
+                [f"--{key}"]
+                if value is True
+                else [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+            )
     return found
 
 

@@ -23,13 +23,25 @@ class Sglang(Server):
         return serve_command(folder, self.options, limits=limits, port=port)
 
 
-def serve_command(model: str, options: EngineOptions, *, limits: Limits | None = None, port: int = 30000) -> list[str]:
+def serve_command(
+    model: str, options: EngineOptions, *, limits: Limits | None = None, port: int = 30000
+) -> list[str]:
     """`sglang.launch_server`; with limits (a benchmark) the prefix cache is off."""
     folder, more = model_folder(model)
-    given = {"model-path": folder, "port": port, "tp-size": options.tensor_parallel, "dtype": options.dtype,
-             "quantization": options.quantization, "load-format": more.get("load_format"),
-             "skip-tokenizer-init": more.get("skip_tokenizer_init")}
+    given = {
+        "model-path": folder,
+        "port": port,
+        "tp-size": options.tensor_parallel,
+        "dtype": options.dtype,
+        "quantization": options.quantization,
+        "load-format": more.get("load_format"),
+        "skip-tokenizer-init": more.get("skip_tokenizer_init"),
+    }
     if limits:
-        given |= {"context-length": limits.context, "max-running-requests": limits.batch, "disable-radix-cache": True}
+        given |= {
+            "context-length": limits.context,
+            "max-running-requests": limits.batch,
+            "disable-radix-cache": True,
+        }
     given |= {name.replace("_", "-"): value for name, value in options.extra.items()}
     return [sys.executable, "-m", "sglang.launch_server", *flags(given)]

@@ -1,7 +1,9 @@
-"""Hugging Face transformers: `generate`, eager or with a static cache and torch.compile, any quantization it can load.
+"""Hugging Face transformers: `generate`, eager or with a static cache and torch.compile, any
+quantization it can load.
 
-Token times come from a stopping criterion that never stops: it is called after every step. A preset is the same random
-weights that the native engine makes of that name, so that the two can be compared token by token.
+Token times come from a stopping criterion that never stops: it is called after every step. A preset
+is the same random weights that the native engine makes of that name, so that the two can be
+compared token by token.
 """
 
 from __future__ import annotations
@@ -20,15 +22,22 @@ from flyweight.errors import MissingPackageError, OptionError, UnsupportedError
 class Transformers:
     name: str = "transformers"
     sized: ClassVar[bool] = True  # its cache grows with the text
-    warm_output: ClassVar[int | None] = 16  # nothing is compiled, and a token takes as long as ten of other engines
+    # nothing is compiled, and a token takes as long as ten of other engines
+    warm_output: ClassVar[int | None] = 16
     compiled: ClassVar[bool] = False
 
     def __init__(self, model: str, options: EngineOptions):
         need("transformers")
         if options.quantization:
-            raise OptionError("transformers takes the quantization from the model; --quantization is for vllm, sglang")
+            raise OptionError(
+                "transformers takes the quantization from the model; --quantization "
+                "is for vllm, sglang"
+            )
         if options.sampling:
-            raise UnsupportedError("transformers is measured with greedy tokens only; leave out --sampling, or its backend")
+            raise UnsupportedError(
+                "transformers is measured with greedy tokens only; leave out "
+                "--sampling, or its backend"
+            )
         self.model, self.options = model, options
         self.kv_dtype: str | None = None
         self.inner: Any = None
@@ -44,10 +53,16 @@ class Transformers:
         self.device = pick_device(self.options.device)
         self.meter = Meter(self.device)
         self.meter.begin()
-        self.inner = self._load(lambda config: choose_dtype(self.options.dtype, config, self.device)).eval()
+        self.inner = self._load(
+            lambda config: choose_dtype(self.options.dtype, config, self.device)
+        ).eval()
         self.inner.generation_config.eos_token_id = None
         self.kv_dtype = str(self.inner.dtype).removeprefix("torch.")
-        self.wait = (lambda: torch.cuda.synchronize(self.device)) if self.device.type == "cuda" else (lambda: None)
+        self.wait = (
+            (lambda: torch.cuda.synchronize(self.device))
+            if self.device.type == "cuda"
+            else (lambda: None)
+        )
         self.meter.end()
         garbage.settle()
 
@@ -60,12 +75,19 @@ class Transformers:
 
             _, preset, *scheme = self.model.split(":")
             if scheme and scheme[0] not in FLOATS:
-                raise UnsupportedError(f"transformers has no loader for random {scheme[0]} weights; give a quantized folder")
+                raise UnsupportedError(
+                    f"transformers has no loader for random {scheme[0]} "
+                    f"weights; give a quantized folder"
+                )
             weights = PresetWeights(preset, scheme[0] if scheme else "bf16", device=self.device)
-            settings = {name: value for name, value in weights.config.items() if name != "model_type"}
+            settings = {
+                name: value for name, value in weights.config.items() if name != "model_type"
+            }
             with torch.device(self.device):
-                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(weights.config["model_type"], **settings),
-                                                         dtype=dtype(weights.config))
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.for_model(weights.config["model_type"], **settings),
+                    dtype=dtype(weights.config),
+                )
             fill(model, weights)
             return model
         from flyweight.checkpoint.hub import resolve
@@ -73,11 +95,18 @@ class Transformers:
 
         folder = resolve(self.model, dtype="float16")  # of a GGUF file
         try:
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype(read_json(folder / "config.json")),
-                                                        device_map=self.device, **self.options.extra)
+            return AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype(read_json(folder / "config.json")),
+                device_map=self.device,
+                **self.options.extra,
+            )
         except ImportError as error:
-            raise MissingPackageError(f"transformers cannot load {self.model} without another package "
-                                      f"({str(error).strip().splitlines()[0]})") from error
+            raise MissingPackageError(
+                f"transformers cannot load {self.model} without another "
+                f"package "
+                f"({str(error).strip().splitlines()[0]})"
+            ) from error
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
         """Prompts of one length: there is nothing to pad."""
@@ -95,8 +124,16 @@ class Transformers:
         begin = clock()
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
         with torch.inference_mode():
-            found = self.inner.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=output,
-                                        min_new_tokens=output, pad_token_id=0, stopping_criteria=[watch], **cache)
+            found = self.inner.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=output,
+                min_new_tokens=output,
+                pad_token_id=0,
+                stopping_criteria=[watch],
+                **cache,
+            )
         answers = found[:, ids.shape[1] :].tolist()
         end = clock()
         self.meter.end()
@@ -104,7 +141,10 @@ class Transformers:
         return Run(begin, end, tuple(Answer(begin, chunks, tuple(tokens)) for tokens in answers))
 
     def memory(self) -> dict[str, float | None]:
-        parts = {tensor.data_ptr(): tensor.nbytes for tensor in [*self.inner.parameters(), *self.inner.buffers()]}
+        parts = {
+            tensor.data_ptr(): tensor.nbytes
+            for tensor in [*self.inner.parameters(), *self.inner.buffers()]
+        }
         return self.meter.fields() | {"weights_gb": sum(parts.values()) / 1e9}
 
     def stop(self) -> None:

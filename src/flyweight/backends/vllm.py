@@ -1,8 +1,9 @@
 """vLLM: in process (its `LLM`, stepped here so that every token has a time) or as its own server.
 
-A preset becomes a folder with nothing but a config.json, which vLLM fills with its dummy loader. That leaves integer tensors as
-they were allocated, mostly zeros, on which matrix units draw less power and so run faster at a GPU's power limit: in process
-a loader of ours makes them random. `gptq` finds no quantized tensors and runs unquantized: that scheme is not offered.
+A preset becomes a folder with nothing but a config.json, which vLLM fills with its dummy loader.
+That leaves integer tensors as they were allocated, mostly zeros, on which matrix units draw less
+power and so run faster at a GPU's power limit: in process a loader of ours makes them random.
+`gptq` finds no quantized tensors and runs unquantized: that scheme is not offered.
 """
 
 from __future__ import annotations
@@ -29,22 +30,43 @@ def weights(bits: int, kind: str = "int", *, strategy: str = "group") -> dict[st
 
 
 def compressed(form: str, weight: dict[str, Any], activation: str | None = None) -> dict[str, Any]:
-    inputs = activation and dict(num_bits=8, type=activation, symmetric=True, strategy="token", dynamic=True)
-    group = dict(targets=["Linear"], weights=weight, input_activations=inputs, output_activations=None)
-    return dict(quant_method="compressed-tensors", format=form, quantization_status="compressed", ignore=["lm_head"],
-                config_groups={"group_0": group})
+    inputs = activation and dict(
+        num_bits=8, type=activation, symmetric=True, strategy="token", dynamic=True
+    )
+    group = dict(
+        targets=["Linear"], weights=weight, input_activations=inputs, output_activations=None
+    )
+    return dict(
+        quant_method="compressed-tensors",
+        format=form,
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        config_groups={"group_0": group},
+    )
 
 
 SCHEMES: dict[str, dict[str, Any] | None] = {  # scheme of a preset → quantization_config
-    "bf16": None, "fp16": None, "fp32": None,
+    "bf16": None,
+    "fp16": None,
+    "fp32": None,
     "int4": dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"),
     "int4-sym": compressed("pack-quantized", weights(4)),
     "w8a16": compressed("pack-quantized", weights(8)),
     "w8a8": compressed("int-quantized", weights(8, strategy="channel"), "int"),
     "fp8": compressed("float-quantized", weights(8, "float", strategy="channel"), "float"),
-    "fp8-block": dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128]),
-    "mxfp4": dict(quant_method="mxfp4", modules_to_not_convert=[  # experts alone, as gpt-oss's own files
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]),
+    "fp8-block": dict(
+        quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128]
+    ),
+    # experts alone, as gpt-oss's own files
+    "mxfp4": dict(
+        quant_method="mxfp4",
+        modules_to_not_convert=[
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    ),
 }
 
 
@@ -59,20 +81,32 @@ def model_folder(model: str) -> tuple[str, dict[str, Any]]:
     _, preset, *scheme = model.split(":")
     name = scheme[0] if scheme else "bf16"
     if name not in SCHEMES:
-        raise UnsupportedError(f"vLLM has no dummy weights of scheme {name!r}; known: {', '.join(SCHEMES)}")
+        raise UnsupportedError(
+            f"vLLM has no dummy weights of scheme {name!r}; known: {', '.join(SCHEMES)}"
+        )
     config = preset_config(preset)
     if (quantization := SCHEMES[name]) is not None:
-        config["quantization_config"] = quantization | ({"group_size": group_of(config)} if name == "int4" else {})
+        config["quantization_config"] = quantization | (
+            {"group_size": group_of(config)} if name == "int4" else {}
+        )
     wide = name == "int4" and config["model_type"] in NO_FLOAT16
-    config["dtype"] = {"int4": "float16", **FLOATS}.get(name, config["dtype"]) if not wide else config["dtype"]
+    config["dtype"] = (
+        {"int4": "float16", **FLOATS}.get(name, config["dtype"]) if not wide else config["dtype"]
+    )
     config["torch_dtype"] = config["dtype"]
     folder = tempfile.mkdtemp(prefix="flyweight-vllm-")
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return folder, {"load_format": "dummy", "skip_tokenizer_init": True}
 
 
-NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # which vLLM refuses to run in it; AWQ's own files are in float16
-WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+# which vLLM refuses to run in it; AWQ's own files are in float16
+NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 
 
 def group_of(config: dict[str, Any]) -> int:
@@ -82,15 +116,25 @@ def group_of(config: dict[str, Any]) -> int:
 
 
 def arguments(options: EngineOptions, limits: Limits) -> dict[str, Any]:
-    """A pass is no larger than all that can be asked at once: vLLM tries its largest one at the start, and beyond that reads
-    positions that do not exist."""
+    """A pass is no larger than all that can be asked at once: vLLM tries its largest one at the
+    start, and beyond that reads positions that do not exist.
+    """
     given = dict(dtype=options.dtype, quantization=options.quantization)
-    return dict(max_model_len=limits.context, max_num_seqs=limits.batch, tensor_parallel_size=options.tensor_parallel,
-                enable_prefix_caching=False, max_num_batched_tokens=min(16640, limits.batch * limits.context),
-                **{name: value for name, value in given.items() if value is not None}) | options.extra
+    return (
+        dict(
+            max_model_len=limits.context,
+            max_num_seqs=limits.batch,
+            tensor_parallel_size=options.tensor_parallel,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=min(16640, limits.batch * limits.context),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        | options.extra
+    )
 
 
-CODES = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight")  # names of tensors of integers end so
+# names of tensors of integers end so
+CODES = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight")
 RANDOM = "flyweight-random"  # vLLM's load_format of a preset, in process
 
 
@@ -104,8 +148,10 @@ def make_codes_random(model: Any) -> None:
 
 
 def register_random_loader() -> None:
-    """vLLM's dummy loader leaves words of codes as they were allocated, mostly zeros. They are made random before a
-    kernel lays them out: of zeros ours would find that two of four are none, and choose the kernels for that."""
+    """vLLM's dummy loader leaves words of codes as they were allocated, mostly zeros. They are made
+    random before a kernel lays them out: of zeros ours would find that two of four are none, and
+    choose the kernels for that.
+    """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -130,17 +176,21 @@ class Vllm:
     sized: ClassVar[bool] = False
     warm_output: ClassVar[int | None] = WARM_OUTPUT
     temperature: float = 0
-    parts: ClassVar[str | None] = "off"  # of our plug-in, for all processes; None: as the user has set it
+    # of our plug-in, for all processes; None: as the user has set it
+    parts: ClassVar[str | None] = "off"
 
     def __init__(self, model: str, options: EngineOptions):
         set_parts(self.parts)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if options.tensor_parallel == 1 else "1")
+        os.environ.setdefault(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0" if options.tensor_parallel == 1 else "1"
+        )
         need("vllm")
         self.model, self.options = model, options
         self.kv_dtype: str | None = None
         self.inner: Any = None
-        self.linear_kernels: dict[str, int] | None = None  # class → linears; None: they are in other processes
+        # class → linears; None: they are in other processes
+        self.linear_kernels: dict[str, int] | None = None
 
     def start(self, limits: Limits) -> None:
         if self.inner is not None:
@@ -153,7 +203,9 @@ class Vllm:
         if more and alone:
             register_random_loader()
             more |= {"load_format": RANDOM}
-        self.inner = vllm.LLM(model=folder, disable_log_stats=True, **more, **arguments(self.options, limits))
+        self.inner = vllm.LLM(
+            model=folder, disable_log_stats=True, **more, **arguments(self.options, limits)
+        )
         if alone:
             self.linear_kernels = self.inner.apply_model(plugin.kernels_of)[0]
         self.kv_dtype = str(self.inner.llm_engine.model_config.dtype).removeprefix("torch.")
@@ -185,7 +237,9 @@ class Vllm:
                     chunks[name].append((now, len(found) - len(ids[name])))
                     ids[name] = found
         end = clock()
-        return Run(begin, end, tuple(Answer(begin, tuple(chunks[name]), ids[name]) for name in names))
+        return Run(
+            begin, end, tuple(Answer(begin, tuple(chunks[name]), ids[name]) for name in names)
+        )
 
     def memory(self) -> dict[str, float | None]:
         import torch
@@ -228,12 +282,31 @@ class VllmServer(Server):
         return serve_command(folder, self.options, limits=limits, port=port)
 
 
-def serve_command(model: str, options: EngineOptions, *, limits: Limits | None = None, port: int = 8000) -> list[str]:
-    """vLLM's server on the same folder with the right arguments; without limits it chooses its own."""
+def serve_command(
+    model: str, options: EngineOptions, *, limits: Limits | None = None, port: int = 8000
+) -> list[str]:
+    """vLLM's server on the same folder with the right arguments; without limits it
+    chooses its own.
+    """
     folder, more = model_folder(model)
-    chosen = arguments(options, limits) if limits else {"tensor_parallel_size": options.tensor_parallel, **options.extra} | {
-        name: value for name, value in (("dtype", options.dtype), ("quantization", options.quantization)) if value}
+    chosen = (
+        arguments(options, limits)
+        if limits
+        else {"tensor_parallel_size": options.tensor_parallel, **options.extra}
+        | {
+            name: value
+            for name, value in (("dtype", options.dtype), ("quantization", options.quantization))
+            if value
+        }
+    )
     given = {name.replace("_", "-"): value for name, value in (more | chosen).items()}
     if given.pop("enable-prefix-caching", None) is False:
         given["no-enable-prefix-caching"] = True
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *flags(given | {"port": port})]
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        folder,
+        *flags(given | {"port": port}),
+    ]

@@ -4,14 +4,14 @@ Two questions, and the fields of a row that answer them:
 
 `check_*`      Is this engine right? The greedy answers of the run itself, of its own batch and
                lengths, are held against the model's weights by `bench/exact.py`, which rounds
-               activations as the format says. After the first token and the last ones of each answer
-               the engine's choice may be behind the reference's best by rounding alone:
+               activations as the format says. After the first token and the last ones of each
+               answer the engine's choice may be behind the reference's best by rounding alone:
                `check_loss` is by how much, in standard deviations of the logits, on average,
-               `check_loss_worst` that of the worst sequence of `check_sequences`. `check_bound` is what the format's own
-               rounding can explain (tensors/rounding.py). More is a failure: the row says so, is in
-               no table, and the command ends with exit code 1.
-`agreement*`   Does this scheme still choose the baseline's tokens? A fixed prompt set is answered by
-               the baseline, and each case chooses the next token after every beginning of those
+               `check_loss_worst` that of the worst sequence of `check_sequences`. `check_bound` is
+               what the format's own rounding can explain (tensors/rounding.py). More is a failure:
+               the row says so, is in no table, and the command ends with exit code 1.
+`agreement*`   Does this scheme still choose the baseline's tokens? A fixed prompt set is answered
+               by the baseline, and each case chooses the next token after every beginning of those
                answers. It tells of quality, and fails nothing. Random weights that each scheme
                draws for itself have nothing in common with a baseline; there it is the share of
                equal choices of the first question.

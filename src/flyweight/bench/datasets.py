@@ -26,21 +26,30 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns follow one another, each with all that came before; `arrival` (open loop) is of the first."""
+    """Turns follow one another, each with all that came before; `arrival` (open loop) is of the
+    first.
+    """
 
     turns: tuple[Turn, ...]
     arrival: float | None = None
 
     @property
     def longest(self) -> int:
-        """Tokens in the end; texts are counted at a token for every two letters, which is more than they have."""
-        return sum((len(turn.prompt) if not isinstance(turn.prompt, str) else len(turn.prompt) // 2 + 32) + turn.output
-                   for turn in self.turns)
+        """Tokens in the end; texts are counted at a token for every two letters, which is more than
+        they have.
+        """
+        return sum(
+            (len(turn.prompt) if not isinstance(turn.prompt, str) else len(turn.prompt) // 2 + 32)
+            + turn.output
+            for turn in self.turns
+        )
 
 
 @dataclass(frozen=True)
 class RandomIds:
-    """Lengths vary evenly by ± `spread` of themselves; the first `prefix` tokens are the same for all."""
+    """Lengths vary evenly by ± `spread` of themselves; the first `prefix` tokens are the same for
+    all.
+    """
 
     vocabulary: int
     input: int
@@ -52,42 +61,78 @@ class RandomIds:
 
     def make(self, count: int) -> list[Conversation]:
         draw = random.Random(seed_from(self.seed, "lengths"))
-        shared = random_prompts(1, self.prefix, vocabulary=self.vocabulary, seed=seed_from(self.seed, "prefix"))[0]
-        return [Conversation(tuple(self._turn(draw, index, turn, shared if turn == 0 else []) for turn in range(self.turns)))
-                for index in range(count)]
+        shared = random_prompts(
+            1, self.prefix, vocabulary=self.vocabulary, seed=seed_from(self.seed, "prefix")
+        )[0]
+        return [
+            Conversation(
+                tuple(
+                    self._turn(draw, index, turn, shared if turn == 0 else [])
+                    for turn in range(self.turns)
+                )
+            )
+            for index in range(count)
+        ]
 
     def _turn(self, draw: random.Random, index: int, turn: int, shared: list[int]) -> Turn:
-        inputs, outputs = (max(1, round(mean * draw.uniform(1 - self.spread, 1 + self.spread)))
-                           for mean in (self.input, self.output))
-        ids = random_prompts(1, inputs, vocabulary=self.vocabulary, seed=seed_from(self.seed, index, turn))[0]
+        inputs, outputs = (
+            max(1, round(mean * draw.uniform(1 - self.spread, 1 + self.spread)))
+            for mean in (self.input, self.output)
+        )
+        ids = random_prompts(
+            1, inputs, vocabulary=self.vocabulary, seed=seed_from(self.seed, index, turn)
+        )[0]
         return Turn((*shared, *ids), outputs)
 
 
-def from_trace(arrivals: Sequence[Arrival], *, vocabulary: int, seed: int = 0) -> list[Conversation]:
-    """Random ids of the trace's lengths; prompts that shared a block in the trace share its ids here."""
+def from_trace(
+    arrivals: Sequence[Arrival], *, vocabulary: int, seed: int = 0
+) -> list[Conversation]:
+    """Random ids of the trace's lengths; prompts that shared a block in the trace share its ids
+    here.
+    """
     found = []
     for index, one in enumerate(arrivals):
-        ids = [token for block in one.blocks for token in
-               random_prompts(1, BLOCK, vocabulary=vocabulary, seed=seed_from(seed, "block", block))[0]][: one.input]
-        ids += random_prompts(1, one.input - len(ids), vocabulary=vocabulary, seed=seed_from(seed, index))[0]
+        ids = [
+            token
+            for block in one.blocks
+            for token in random_prompts(
+                1, BLOCK, vocabulary=vocabulary, seed=seed_from(seed, "block", block)
+            )[0]
+        ][: one.input]
+        ids += random_prompts(
+            1, one.input - len(ids), vocabulary=vocabulary, seed=seed_from(seed, index)
+        )[0]
         found.append(Conversation((Turn(tuple(ids), one.output),), one.time))
     return found
 
 
-def read_conversations(path: Path, *, output: int, count: int | None = None, seed: int = 0) -> list[Conversation]:
-    """ShareGPT-like (`conversations` or `messages`), MT-bench (`turns`) or `prompt` lines; shuffled by the seed."""
+def read_conversations(
+    path: Path, *, output: int, count: int | None = None, seed: int = 0
+) -> list[Conversation]:
+    """ShareGPT-like (`conversations` or `messages`), MT-bench (`turns`) or `prompt` lines; shuffled
+    by the seed.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         whole = text.lstrip().startswith("[")
-        rows = json.loads(text) if whole else [json.loads(line) for line in text.splitlines() if line.strip()]
-        found = [Conversation(tuple(Turn(said, output) for said in said_by_user(row))) for row in rows]
+        rows = (
+            json.loads(text)
+            if whole
+            else [json.loads(line) for line in text.splitlines() if line.strip()]
+        )
+        found = [
+            Conversation(tuple(Turn(said, output) for said in said_by_user(row))) for row in rows
+        ]
     except FileNotFoundError:
         raise OptionError(f"--dataset {path}: no such file; `random` needs none") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise OptionError(f"--dataset {path}: not a file of conversations ({error})") from error
     found = [one for one in found if one.turns]
     if not found:
-        raise OptionError(f"--dataset {path}: no line has conversations, messages, turns or a prompt")
+        raise OptionError(
+            f"--dataset {path}: no line has conversations, messages, turns or a prompt"
+        )
     random.Random(seed).shuffle(found)
     return [found[index % len(found)] for index in range(count or len(found))]
 
@@ -98,8 +143,11 @@ def said_by_user(row: dict[str, Any]) -> list[str]:
     if "prompt" in row:
         return [str(row["prompt"])]
     messages = row.get("conversations") or row.get("messages") or []
-    return [str(one.get("value", one.get("content"))) for one in messages
-            if one.get("from", one.get("role")) in ("human", "user")]
+    return [
+        str(one.get("value", one.get("content")))
+        for one in messages
+        if one.get("from", one.get("role")) in ("human", "user")
+    ]
 
 
 def schedule(conversations: Sequence[Conversation], times: Sequence[float]) -> list[Conversation]:

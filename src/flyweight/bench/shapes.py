@@ -1,4 +1,6 @@
-"""Which shapes a kernel benchmark runs: the grids of the documents it reproduces, the linears of a preset, or given ones."""
+"""Which shapes a kernel benchmark runs: the grids of the documents it reproduces, the linears of a
+preset, or given ones.
+"""
 
 from __future__ import annotations
 
@@ -46,4 +48,9 @@ def linears(preset: str) -> dict[str, tuple[int, int]]:
     config = ModelConfig.from_dict(preset_config(preset))
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     hidden, middle = config.hidden_size, config.intermediate_size
-    return {"qkv": (query + 2 * key, hidden), "o": (hidden, query), "gate_up": (2 * middle, hidden), "down": (hidden, middle)}
+    return {
+        "qkv": (query + 2 * key, hidden),
+        "o": (hidden, query),
+        "gate_up": (2 * middle, hidden),
+        "down": (hidden, middle),
+    }

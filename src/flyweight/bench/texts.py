@@ -1,4 +1,6 @@
-"""Prompts cut from a text, for measurements in which what is said matters: guessed tokens, above all."""
+"""Prompts cut from a text, for measurements in which what is said matters: guessed tokens, above
+all.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def text_prompts(model: str, path: Path, count: int, length: int, *, seed: int) 
     """So many stretches of the text, at places drawn by the seed."""
     tokens = tokens_of(model, path)
     if len(tokens) < length:
-        raise OptionError(f"--text {path}: it has {len(tokens)} tokens, and prompts of {length} are wanted")
+        raise OptionError(
+            f"--text {path}: it has {len(tokens)} tokens, and prompts of {length} are wanted"
+        )
     draw = random.Random(seed)
     starts = [draw.randint(0, len(tokens) - length) for _ in range(count)]
     return [list(tokens[start : start + length]) for start in starts]

@@ -174,7 +174,8 @@ def render(base: str, facts: gpu.Gpu, name: str, routes: Mapping[str, list[dict[
     head, *sections = re.split(r"(?m)^(?=\[)", base)
     lines = [
         f"# Measured by `flyweight doctor --tune` on: {name}.",
-        "# Routes are this GPU's own. All other numbers are those of the GPU of the file that follows.",
+        "# Routes are this GPU's own. All other numbers are those of the GPU of the file that "
+        "follows.",
         "#",
     ]
     done = []

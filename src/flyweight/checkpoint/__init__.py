@@ -1,4 +1,6 @@
-"""Model folders on disk: read, written, converted, fetched. Nothing here knows a solver or a kernel."""
+"""Model folders on disk: read, written, converted, fetched. Nothing here knows a solver or a
+kernel.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "CheckpointWriter"]
 
-HOME = {"Checkpoint": "flyweight.checkpoint.reader", "CheckpointWriter": "flyweight.checkpoint.writer"}
+HOME = {
+    "Checkpoint": "flyweight.checkpoint.reader",
+    "CheckpointWriter": "flyweight.checkpoint.writer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -45,8 +45,10 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_qalora": (bool, "QALoRA"),
     "alora_invocation_tokens": (bool, "activated LoRA (alora_invocation_tokens)"),
     "init_lora_weights": (
-        lambda value: isinstance(value, str)
-        and value.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga")),
+        lambda value: (
+            isinstance(value, str)
+            and value.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+        ),
         "a base model changed at the start of training (init_lora_weights); convert the adapter to "
         "a plain one when saving it",
     ),

@@ -38,17 +38,26 @@ def our_models() -> list[CachedModel]:
 
 
 def model_folders(root: Path) -> list[Path]:
-    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")] if root.is_dir() else []
+    folders = (
+        [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        if root.is_dir()
+        else []
+    )
     return [folder for folder in folders if (folder / "config.json").is_file()]
 
 
 def our_model(name: str, folder: Path) -> CachedModel:
-    size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())  # a link, not what it leads to
-    return CachedModel(name, "flyweight", folder, size, folder.stat().st_mtime, lambda: delete_folder(folder))
+    # a link, not what it leads to
+    size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+    return CachedModel(
+        name, "flyweight", folder, size, folder.stat().st_mtime, lambda: delete_folder(folder)
+    )
 
 
 def delete_folder(folder: Path) -> None:
-    """Under the lock that whoever makes it holds; out of the way first, so that nobody reads half of it."""
+    """Under the lock that whoever makes it holds; out of the way first, so that nobody reads half
+    of it.
+    """
     doomed = folder.with_name(f".{folder.name}.deleted")
     lock = folder.with_name(f".{folder.name}.lock")
     try:
@@ -57,7 +66,9 @@ def delete_folder(folder: Path) -> None:
             folder.rename(doomed)
             shutil.rmtree(doomed)
     except Timeout:
-        raise ResourceError(f"{folder.name} is being made by another process; try again later") from None
+        raise ResourceError(
+            f"{folder.name} is being made by another process; try again later"
+        ) from None
     except OSError as error:
         raise ResourceError(f"{folder}: cannot be deleted ({error.strerror or error})") from error
     prepared.remove(folder)
@@ -80,7 +91,9 @@ def hub_model(cache: Any, repo: Any) -> CachedModel:
             prepared.remove(revision.snapshot_path)
         cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
 
-    return CachedModel(repo.repo_id, "hub", Path(repo.repo_path), repo.size_on_disk, repo.last_modified, delete)
+    return CachedModel(
+        repo.repo_id, "hub", Path(repo.repo_path), repo.size_on_disk, repo.last_modified, delete
+    )
 
 
 def find_cached(name: str) -> CachedModel:

@@ -1,7 +1,9 @@
-"""One model folder into another file format, a module at a time: the same numbers in other words, or a refusal.
+"""One model folder into another file format, a module at a time: the same numbers in other words,
+or a refusal.
 
-Nothing is quantized here. A format that cannot hold a weight exactly says what would be lost, before anything is
-written where that shows in the shapes, at that layer otherwise; `plain` writes dequantized weights.
+Nothing is quantized here. A format that cannot hold a weight exactly says what would be lost,
+before anything is written where that shows in the shapes, at that layer otherwise; `plain` writes
+dequantized weights.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from flyweight.errors import OptionError, UnsupportedError, unknown
 from flyweight.tensors import Plain, QuantTensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# What older tools left beside config.json for this information; the new folder has it in config.json.
+# What older tools left beside config.json for this information; the new folder has it in
+# config.json.
 EMBEDDING = "embed_tokens"
 OLD_KEYS = ("quantization_config", "compression_config")
 
 
-Part = tuple[str, dict[str, torch.Tensor], QuantTensor | None]  # a module or tensor, what is written for it, its weight
+# a module or tensor, what is written for it, its weight
+Part = tuple[str, dict[str, torch.Tensor], QuantTensor | None]
 
 
 @dataclass
@@ -40,9 +44,19 @@ class Converted:
     bytes_after: int = 0
 
 
-def convert(source: str | Path, target: str | Path, *, format: str, dtype: str | None = None, device: str = "cpu",
-            overwrite: bool = False, progress: Callable[[int, int], None] = lambda done, total: None) -> Converted:
-    """`progress` is called with tensors done and in all. `dtype` is for `plain`: the model's own where it is None."""
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    format: str,
+    dtype: str | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Converted:
+    """`progress` is called with tensors done and in all. `dtype` is for `plain`: the model's own
+    where it is None.
+    """
     checkpoint = Checkpoint(source)
     if format != "plain":
         formats.named(format)  # an unknown name must not cost a half-written folder
@@ -53,7 +67,9 @@ def convert(source: str | Path, target: str | Path, *, format: str, dtype: str |
     result = Converted(Path(target), format, bytes_before=checkpoint.nbytes)
     layers: dict[str, QuantTensor] = {}
     with CheckpointWriter(target, overwrite=overwrite) as writer:
-        for done, (name, parts, tensor) in enumerate(_parts(checkpoint, format, dtype=dtype, device=device)):
+        for done, (name, parts, tensor) in enumerate(
+            _parts(checkpoint, format, dtype=dtype, device=device)
+        ):
             for part, value in parts.items():
                 writer.add(part, value)
                 result.bytes_after += value.nbytes
@@ -66,11 +82,19 @@ def convert(source: str | Path, target: str | Path, *, format: str, dtype: str |
     return result
 
 
-def _parts(checkpoint: Checkpoint, format: str, *, dtype: str | None, device: str) -> Iterator[Part]:
-    """Each quantized module with its new tensors, and every other tensor as it is, in the order of the files."""
+def _parts(
+    checkpoint: Checkpoint, format: str, *, dtype: str | None, device: str
+) -> Iterator[Part]:
+    """Each quantized module with its new tensors, and every other tensor as it is, in the order of
+    the files.
+    """
     form = checkpoint.format
     assert form is not None
-    own = {name: prefix for prefix in quantized_modules(checkpoint) for name in (*form.names(prefix), f"{prefix}.weight")}
+    own = {
+        name: prefix
+        for prefix in quantized_modules(checkpoint)
+        for name in (*form.names(prefix), f"{prefix}.weight")
+    }
     seen: set[str] = set()
     for name in checkpoint.names():
         prefix = own.get(name)
@@ -93,27 +117,43 @@ def _parts(checkpoint: Checkpoint, format: str, *, dtype: str | None, device: st
 
 
 def quantized_modules(checkpoint: Checkpoint) -> list[str]:
-    """The prefixes of all modules that the format of the folder has tensors for, in the order of the files."""
+    """The prefixes of all modules that the format of the folder has tensors for, in the order of
+    the files.
+    """
     return [] if checkpoint.format is None else checkpoint.format.modules(checkpoint)
 
 
-def _config(checkpoint: Checkpoint, format: str, layers: dict[str, QuantTensor], *, dtype: str | None) -> dict[str, Any]:
+def _config(
+    checkpoint: Checkpoint, format: str, layers: dict[str, QuantTensor], *, dtype: str | None
+) -> dict[str, Any]:
     config = {key: value for key, value in checkpoint.config.items() if key not in OLD_KEYS}
     if format == "plain":
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         return config | {key: dtype or _own_dtype(checkpoint)}
-    plain = [name.removesuffix(".weight") for name in checkpoint.names()
-             if name.endswith(".weight") and len(checkpoint.shape(name)) == 2 and name.removesuffix(".weight") not in layers
-             and "embed" not in name and not any(name.endswith(f".{suffix}") for suffix in formats.READABLE["vptq"].suffixes)]
+    plain = [
+        name.removesuffix(".weight")
+        for name in checkpoint.names()
+        if name.endswith(".weight")
+        and len(checkpoint.shape(name)) == 2
+        and name.removesuffix(".weight") not in layers
+        and "embed" not in name
+        and not any(name.endswith(f".{suffix}") for suffix in formats.READABLE["vptq"].suffixes)
+    ]
     if config.get("tie_word_embeddings") and "lm_head" not in plain and "lm_head" not in layers:
         plain.append("lm_head")
     biased = [prefix for prefix in layers if checkpoint.has(f"{prefix}.bias")]
-    return config | {"quantization_config": formats.named(format).config(layers, ignore=plain, biased=biased)}
+    return config | {
+        "quantization_config": formats.named(format).config(layers, ignore=plain, biased=biased)
+    }
 
 
 def _own_dtype(checkpoint: Checkpoint) -> str:
     """The dtype that the model says it has; plain weights of an unknown one stay exact."""
-    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    named = str(
+        checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+    ).removeprefix("torch.")
     if named not in DTYPES:
-        raise UnsupportedError(f"{checkpoint.folder}: config.json names the dtype {named!r}; choose one with --dtype")
+        raise UnsupportedError(
+            f"{checkpoint.folder}: config.json names the dtype {named!r}; choose one with --dtype"
+        )
     return named

@@ -4,8 +4,9 @@ A row of a GGUF tensor is a run of blocks, each with its scales beside its codes
 type, where those lie (`BlockType`). Reading cuts a row into parts by byte and puts the codes into
 the order of the inputs; what the numbers mean is said by `IntGroup` and `IntBlock`.
 
-Codes come in planes: `nibbles(bytes, run)` has `run` inputs in the low halves of as many bytes, then
-`run` more in their high halves; `pairs` and `single_bits` go on likewise with 2 bits and 1 bit.
+Codes come in planes: `nibbles(bytes, run)` has `run` inputs in the low halves of as many bytes,
+then `run` more in their high halves; `pairs` and `single_bits` go on likewise with 2 bits and 1
+bit.
 """
 
 from __future__ import annotations
@@ -60,17 +61,36 @@ def int_group(codes: Tensor, scales: Tensor, bits: int) -> IntGroup:
     """Codes uint8 [out, blocks, 32] around the middle of their range."""
     flat = codes.flatten(1)
     words = flat if bits == 8 else flat[:, ::2] | flat[:, 1::2] << 4
-    return IntGroup(words.contiguous().view(torch.int32), scales.contiguous(), None, bits, 32, flat.shape[1])
+    return IntGroup(
+        words.contiguous().view(torch.int32), scales.contiguous(), None, bits, 32, flat.shape[1]
+    )
 
 
-def int_block(codes: Tensor, scales: Tensor, mins: Tensor | None = None, *, bits: int, group: int = 32,
-              middle: int = 0, subs: tuple[Tensor, Tensor | None] | None = None, sub_bits: int = 8,
-              table: tuple[int, ...] | None = None) -> IntBlock:
+def int_block(
+    codes: Tensor,
+    scales: Tensor,
+    mins: Tensor | None = None,
+    *,
+    bits: int,
+    group: int = 32,
+    middle: int = 0,
+    subs: tuple[Tensor, Tensor | None] | None = None,
+    sub_bits: int = 8,
+    table: tuple[int, ...] | None = None,
+) -> IntBlock:
     sub_scales, sub_mins = (None, None) if subs is None else subs
-    return IntBlock(*IntBlock.planes(codes.flatten(1), bits), scales.contiguous(),
-                    None if mins is None else mins.contiguous(),
-                    None if sub_scales is None else sub_scales.flatten(1).to(torch.int8),
-                    None if sub_mins is None else sub_mins.flatten(1), bits, group, middle, table, sub_bits)
+    return IntBlock(
+        *IntBlock.planes(codes.flatten(1), bits),
+        scales.contiguous(),
+        None if mins is None else mins.contiguous(),
+        None if sub_scales is None else sub_scales.flatten(1).to(torch.int8),
+        None if sub_mins is None else sub_mins.flatten(1),
+        bits,
+        group,
+        middle,
+        table,
+        sub_bits,
+    )
 
 
 def read_q4_0(data: Tensor) -> QuantTensor:
@@ -79,7 +99,9 @@ def read_q4_0(data: Tensor) -> QuantTensor:
 
 def read_q4_1(data: Tensor) -> QuantTensor:
     """d · q + m: a minimum of −m."""
-    return int_block(nibbles(data[..., 4:20], 16), halves(data[..., :2]), -halves(data[..., 2:4]), bits=4)
+    return int_block(
+        nibbles(data[..., 4:20], 16), halves(data[..., :2]), -halves(data[..., 2:4]), bits=4
+    )
 
 
 def fifth_bits(words: Tensor) -> Tensor:
@@ -103,15 +125,29 @@ def read_q8_0(data: Tensor) -> QuantTensor:
 
 def read_q2_k(data: Tensor) -> QuantTensor:
     subs = (data[..., :16] & 15, data[..., :16] >> 4)
-    return int_block(pairs(data[..., 16:80], 32), halves(data[..., 80:82]), halves(data[..., 82:84]), bits=2,
-                     group=16, subs=subs, sub_bits=4)
+    return int_block(
+        pairs(data[..., 16:80], 32),
+        halves(data[..., 80:82]),
+        halves(data[..., 82:84]),
+        bits=2,
+        group=16,
+        subs=subs,
+        sub_bits=4,
+    )
 
 
 def read_q3_k(data: Tensor) -> QuantTensor:
     codes = pairs(data[..., 32:96], 32) | single_bits(data[..., :32], 32) << 2
     scales = nibbles(data[..., 96:104], 8) | pairs(data[..., 104:108], 4) << 4
-    return int_block(codes, halves(data[..., 108:110]), bits=3, group=16, middle=4,
-                     subs=(scales.view(torch.int8) - 32, None), sub_bits=6)
+    return int_block(
+        codes,
+        halves(data[..., 108:110]),
+        bits=3,
+        group=16,
+        middle=4,
+        subs=(scales.view(torch.int8) - 32, None),
+        sub_bits=6,
+    )
 
 
 def six_bit_scales(data: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,20 +159,34 @@ def six_bit_scales(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_q4_k(data: Tensor) -> QuantTensor:
-    return int_block(nibbles(data[..., 16:144], 32), halves(data[..., :2]), halves(data[..., 2:4]), bits=4,
-                     subs=six_bit_scales(data[..., 4:16]), sub_bits=6)
+    return int_block(
+        nibbles(data[..., 16:144], 32),
+        halves(data[..., :2]),
+        halves(data[..., 2:4]),
+        bits=4,
+        subs=six_bit_scales(data[..., 4:16]),
+        sub_bits=6,
+    )
 
 
 def read_q5_k(data: Tensor) -> QuantTensor:
     codes = nibbles(data[..., 48:176], 32) | single_bits(data[..., 16:48], 32) << 4
-    return int_block(codes, halves(data[..., :2]), halves(data[..., 2:4]), bits=5,
-                     subs=six_bit_scales(data[..., 4:16]), sub_bits=6)
+    return int_block(
+        codes,
+        halves(data[..., :2]),
+        halves(data[..., 2:4]),
+        bits=5,
+        subs=six_bit_scales(data[..., 4:16]),
+        sub_bits=6,
+    )
 
 
 def read_q6_k(data: Tensor) -> QuantTensor:
     codes = nibbles(data[..., :128], 64) | pairs(data[..., 128:192], 32) << 4
     scales = data[..., 192:208].contiguous().view(torch.int8)
-    return int_block(codes, halves(data[..., 208:210]), bits=6, group=16, middle=32, subs=(scales, None))
+    return int_block(
+        codes, halves(data[..., 208:210]), bits=6, group=16, middle=32, subs=(scales, None)
+    )
 
 
 def read_iq4_nl(data: Tensor) -> QuantTensor:
@@ -145,18 +195,32 @@ def read_iq4_nl(data: Tensor) -> QuantTensor:
 
 def read_iq4_xs(data: Tensor) -> QuantTensor:
     scales = nibbles(data[..., 4:8], 1) | pairs(data[..., 2:4], 1) << 4
-    return int_block(nibbles(data[..., 8:136], 16), halves(data[..., :2]), bits=4, table=KVALUES,
-                     subs=(scales.view(torch.int8) - 32, None), sub_bits=6)
+    return int_block(
+        nibbles(data[..., 8:136], 16),
+        halves(data[..., :2]),
+        bits=4,
+        table=KVALUES,
+        subs=(scales.view(torch.int8) - 32, None),
+        sub_bits=6,
+    )
 
 
 TYPES: dict[int, BlockType] = {  # by the number in the file
-    0: BlockType("F32", 1, 4), 1: BlockType("F16", 1, 2), 30: BlockType("BF16", 1, 2),
-    2: BlockType("Q4_0", 32, 18, read_q4_0), 3: BlockType("Q4_1", 32, 20, read_q4_1),
-    6: BlockType("Q5_0", 32, 22, read_q5_0), 7: BlockType("Q5_1", 32, 24, read_q5_1),
-    8: BlockType("Q8_0", 32, 34, read_q8_0), 10: BlockType("Q2_K", SUPER, 84, read_q2_k),
-    11: BlockType("Q3_K", SUPER, 110, read_q3_k), 12: BlockType("Q4_K", SUPER, 144, read_q4_k),
-    13: BlockType("Q5_K", SUPER, 176, read_q5_k), 14: BlockType("Q6_K", SUPER, 210, read_q6_k),
-    20: BlockType("IQ4_NL", 32, 18, read_iq4_nl), 23: BlockType("IQ4_XS", SUPER, 136, read_iq4_xs),
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    30: BlockType("BF16", 1, 2),
+    2: BlockType("Q4_0", 32, 18, read_q4_0),
+    3: BlockType("Q4_1", 32, 20, read_q4_1),
+    6: BlockType("Q5_0", 32, 22, read_q5_0),
+    7: BlockType("Q5_1", 32, 24, read_q5_1),
+    8: BlockType("Q8_0", 32, 34, read_q8_0),
+    10: BlockType("Q2_K", SUPER, 84, read_q2_k),
+    11: BlockType("Q3_K", SUPER, 110, read_q3_k),
+    12: BlockType("Q4_K", SUPER, 144, read_q4_k),
+    13: BlockType("Q5_K", SUPER, 176, read_q5_k),
+    14: BlockType("Q6_K", SUPER, 210, read_q6_k),
+    20: BlockType("IQ4_NL", 32, 18, read_iq4_nl),
+    23: BlockType("IQ4_XS", SUPER, 136, read_iq4_xs),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

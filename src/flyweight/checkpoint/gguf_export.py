@@ -1,8 +1,9 @@
 """A model folder as one GGUF file, for llama.cpp and the programs around it.
 
-`stored` writes each weight in the type that holds it exactly (integers in groups of 32 as Q4_0, Q4_1, Q5_0 or Q8_0, floats as
-F16) or says what would be lost. The other choices round to the nearest, as llama.cpp's own tool does without an importance
-matrix; embedding and head then stay in 8 bits, and matrices whose rows do not fill a block of 256 get the next larger type.
+`stored` writes each weight in the type that holds it exactly (integers in groups of 32 as Q4_0,
+Q4_1, Q5_0 or Q8_0, floats as F16) or says what would be lost. The other choices round to the
+nearest, as llama.cpp's own tool does without an importance matrix; embedding and head then stay in
+8 bits, and matrices whose rows do not fill a block of 256 get the next larger type.
 """
 
 from __future__ import annotations
@@ -29,20 +30,29 @@ from flyweight.tensors import Plain, QuantTensor
 
 STORED = "stored"
 KINDS = (STORED, "F16", *ENCODERS)
-FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q6_K": 18}  # general.file_type: what the file is called
+# general.file_type: what the file is called
+FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q6_K": 18}
 ENDS = ("model.embed_tokens", "lm_head")
 NUMBERS = {number.name: code for code, number in TYPES.items()}
 NAMES = {new: old for old, new in (OUTER | PLAIN | HEAD_NORMS).items()}
 WRITTEN = ("llama", "qwen2", "qwen3")  # architectures
 
 
-def export(source: str | Path, target: str | Path, *, kind: str = STORED, overwrite: bool = False,
-           progress: Callable[[int, int], None] = lambda done, total: None) -> Converted:
+def export(
+    source: str | Path,
+    target: str | Path,
+    *,
+    kind: str = STORED,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Converted:
     """`progress` is called with tensors done and in all."""
     try:
         import gguf
     except ImportError:
-        raise MissingPackageError("writing GGUF files needs the gguf package: pip install gguf") from None
+        raise MissingPackageError(
+            "writing GGUF files needs the gguf package: pip install gguf"
+        ) from None
     path = Path(target)
     if kind not in KINDS:
         raise OptionError(unknown("GGUF type", kind, KINDS))
@@ -81,8 +91,11 @@ def export(source: str | Path, target: str | Path, *, kind: str = STORED, overwr
 def architecture_of(checkpoint: Checkpoint) -> str:
     kind = str(checkpoint.config.get("model_type"))
     if kind not in WRITTEN:
-        raise UnsupportedError(f"{checkpoint.folder}: {kind} models are not written as GGUF; these are: "
-                               f"{', '.join(WRITTEN)}")
+        raise UnsupportedError(
+            f"{checkpoint.folder}: {kind} models are not written as GGUF; "
+            f"these are: "
+            f"{', '.join(WRITTEN)}"
+        )
     return kind
 
 
@@ -97,15 +110,26 @@ def tensors(checkpoint: Checkpoint, kind: str) -> Iterator[tuple[str, Tensor, in
         yield gguf_name(f"{prefix}.weight"), data if heads is None else turned(data, heads), number
         if checkpoint.has(bias := f"{prefix}.bias"):
             values = checkpoint.tensor(bias).float()
-            yield gguf_name(bias), values if heads is None else turned(values, heads), NUMBERS["F32"]
+            yield (
+                gguf_name(bias),
+                values if heads is None else turned(values, heads),
+                NUMBERS["F32"],
+            )
 
 
 def modules(checkpoint: Checkpoint) -> list[str]:
     """Prefixes in the order of llama.cpp's own files."""
     layers = checkpoint.config["num_hidden_layers"]
     parts = FAMILIES[architecture_of(checkpoint)].parts.values()
-    ends = ["model.norm", *(["lm_head"] if not checkpoint.config.get("tie_word_embeddings") else [])]
-    return ["model.embed_tokens", *(f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts), *ends]
+    ends = [
+        "model.norm",
+        *(["lm_head"] if not checkpoint.config.get("tie_word_embeddings") else []),
+    ]
+    return [
+        "model.embed_tokens",
+        *(f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts),
+        *ends,
+    ]
 
 
 def encoded(checkpoint: Checkpoint, prefix: str, kind: str) -> tuple[Tensor, int]:
@@ -118,7 +142,8 @@ def encoded(checkpoint: Checkpoint, prefix: str, kind: str) -> tuple[Tensor, int
     if kind == "F16":
         return weight.dequantize(torch.float16), NUMBERS["F16"]
     if weight.kind != Plain.kind and weight.bits_per_weight < 15:
-        with contextlib.suppress(UnsupportedError):  # as few bits already, and nothing has to be rounded again
+        # as few bits already, and nothing has to be rounded again
+        with contextlib.suppress(UnsupportedError):
             name, data = encode_stored(weight, where=prefix)
             if name == kind:
                 return data, NUMBERS[name]
@@ -157,17 +182,27 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
     rope = rope_of(config)
     if rope.get("rope_type") != "llama3":
         return None
-    known = (rope.get("low_freq_factor"), rope.get("high_freq_factor"), rope.get("original_max_position_embeddings"))
+    known = (
+        rope.get("low_freq_factor"),
+        rope.get("high_freq_factor"),
+        rope.get("original_max_position_embeddings"),
+    )
     if known != (1.0, 4.0, 8192):
-        raise UnsupportedError(f"a llama3 rope scaling of {known} is not written as GGUF; 1, 4 and 8192 are")
+        raise UnsupportedError(
+            f"a llama3 rope scaling of {known} is not written as GGUF; 1, 4 and 8192 are"
+        )
     return llama3_factors(rope["factor"], rope["rope_theta"], head_dim(config)).float()
 
 
 def add_settings(writer: Any, checkpoint: Checkpoint, kind: str) -> None:
     config = checkpoint.config
     size = head_dim(config)
-    if config.get("sliding_window") and config.get("use_sliding_window", config["model_type"] == "llama"):
-        raise UnsupportedError(f"{checkpoint.folder}: models with a sliding window are not written as GGUF")
+    if config.get("sliding_window") and config.get(
+        "use_sliding_window", config["model_type"] == "llama"
+    ):
+        raise UnsupportedError(
+            f"{checkpoint.folder}: models with a sliding window are not written as GGUF"
+        )
     writer.add_name(checkpoint.folder.resolve().name)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -191,4 +226,6 @@ def add_settings(writer: Any, checkpoint: Checkpoint, kind: str) -> None:
         if original := rope.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(original)
     elif scaling not in ("default", "llama3"):
-        raise UnsupportedError(f"{checkpoint.folder}: {unknown('rope scaling', scaling, ('linear', 'yarn', 'llama3'))}")
+        raise UnsupportedError(
+            f"{checkpoint.folder}: {unknown('rope scaling', scaling, ('linear', 'yarn', 'llama3'))}"
+        )

@@ -1,9 +1,11 @@
-"""Looks through the header of a GGUF file before the `gguf` package reads it: every length must fit into the file.
+"""Looks through the header of a GGUF file before the `gguf` package reads it: every length must fit
+into the file.
 
-The package believes what a file says of itself. An array that claims 2^40 entries makes it run until the memory is full,
-though the file has 94 bytes. So the header is walked here first, in the same order: counts, strings and arrays must end
-inside the file, and all arrays together stay below what a vocabulary needs. Only the table of tensors is kept, which is
-all that a model needs whose metadata was looked at once.
+The package believes what a file says of itself. An array that claims 2^40 entries makes it run
+until the memory is full, though the file has 94 bytes. So the header is walked here first, in the
+same order: counts, strings and arrays must end inside the file, and all arrays together stay below
+what a vocabulary needs. Only the table of tensors is kept, which is all that a model needs whose
+metadata was looked at once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from flyweight.checkpoint.gguf_blocks import TYPES
 from flyweight.errors import CheckpointError, UnsupportedError
 
-SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # value type → bytes
+# value type → bytes
+SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING, ARRAY = 8, 9
 LEAST_FIELD = 8 + 4 + 1  # bytes: an empty name, a type, the smallest value
 LEAST_TENSOR = 8 + 4 + 4 + 8  # an empty name, no dimensions, a type, an offset
@@ -60,12 +63,20 @@ def read_table(path: Path) -> dict[str, Stored]:
         try:
             inputs, _ = block_size(stored.type)
         except (ValueError, KeyError, ImportError):
-            raise UnsupportedError(f"{path}: tensor {name!r} is of type {stored.type}, which cannot be read") from None
+            raise UnsupportedError(
+                f"{path}: tensor {name!r} is of type {stored.type}, which cannot be read"
+            ) from None
         if stored.shape and stored.shape[-1] % inputs:
-            raise CheckpointError(f"{path}: tensor {name!r} has rows of {stored.shape[-1]} values, but its blocks have {inputs}")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has rows of {stored.shape[-1]} "
+                f"values, but its blocks have {inputs}"
+            )
         if stored.offset + stored.nbytes > size:
-            raise CheckpointError(f"{path}: truncated: tensor {name!r} ends at byte {stored.offset + stored.nbytes:,}, but the "
-                                  f"file at {size:,}; get it again")
+            raise CheckpointError(
+                f"{path}: truncated: tensor {name!r} ends at byte "
+                f"{stored.offset + stored.nbytes:,}, but the "
+                f"file at {size:,}; get it again"
+            )
     return table
 
 
@@ -73,7 +84,9 @@ def check_header(path: Path) -> dict[str, Stored]:
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     if path.stat().st_size < 24:
-        raise CheckpointError(f"{path}: not a GGUF file, or truncated ({path.stat().st_size} bytes); get it again")
+        raise CheckpointError(
+            f"{path}: not a GGUF file, or truncated ({path.stat().st_size} bytes); get it again"
+        )
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:4] != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file")
@@ -104,7 +117,9 @@ class Header:
         self.room(tensors, LEAST_TENSOR, "tensors")
         table = dict(self.tensor() for _ in range(tensors))
         start = -(-self.at // max(1, self.alignment)) * max(1, self.alignment)
-        return {name: Stored(one.shape, one.type, start + one.offset) for name, one in table.items()}
+        return {
+            name: Stored(one.shape, one.type, start + one.offset) for name, one in table.items()
+        }
 
     def tensor(self) -> tuple[str, Stored]:
         name = self.string()
@@ -144,7 +159,9 @@ class Header:
             self.value(kind, depth + 1)
 
     def skip_strings(self, count: int) -> None:
-        """A vocabulary has a hundred thousand, and every start walks over them: no call for each."""
+        """A vocabulary has a hundred thousand, and every start walks over them: no call
+        for each.
+        """
         length_of = struct.Struct(self.order + "Q").unpack_from
         last = self.size - 8
         at = self.at
@@ -167,7 +184,9 @@ class Header:
 
     def number(self, size: int) -> int:
         self.skip(size)
-        return struct.unpack_from(self.order + ("I" if size == 4 else "Q"), self.data, self.at - size)[0]
+        return struct.unpack_from(
+            self.order + ("I" if size == 4 else "Q"), self.data, self.at - size
+        )[0]
 
     def skip(self, size: int) -> None:
         if size > self.size - self.at:
@@ -179,5 +198,8 @@ class Header:
             raise self.damaged(f"{count:,} {what}")
 
     def damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: truncated or damaged GGUF file: its header claims {what}, but the file has "
-                               f"{self.size:,} bytes; get it again")
+        return CheckpointError(
+            f"{self.path}: truncated or damaged GGUF file: its header claims "
+            f"{what}, but the file has "
+            f"{self.size:,} bytes; get it again"
+        )

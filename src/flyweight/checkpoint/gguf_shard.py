@@ -1,8 +1,8 @@
 """A GGUF file beside its config.json, read as one of the shards of a folder.
 
-Names and the order of rows are those of Hugging Face; the numbers stay as they lie in the file, which
-is mapped. `weight` gives a matrix in the bits of the file, `get_tensor` (what safetensors call it)
-any tensor as floats.
+Names and the order of rows are those of Hugging Face; the numbers stay as they lie in the file,
+which is mapped. `weight` gives a matrix in the bits of the file, `get_tensor` (what safetensors
+call it) any tensor as floats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from flyweight.checkpoint.gguf_header import Stored, block_size, read_table
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import IntBlock, IntGroup, QuantTensor
 
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor per rope frequency, part of the config elsewhere
+# Llama 3.1: one divisor per rope frequency, part of the config elsewhere
+ROPE_FACTORS = "rope_freqs.weight"
 IN_CONFIG = {ROPE_FACTORS, *LONG_ROPE.values()}  # tensors that Hugging Face has among the settings
 AT_ONCE = 1 << 22  # weights that are written out as floats together
 
@@ -33,7 +34,9 @@ def hugging_face_name(file: Path, family: GgufFamily, name: str) -> str:
         return f"{OUTER[stem]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     if not match or match[2] not in parts or kind not in ("weight", "bias"):
-        raise UnsupportedError(f"{file}: tensor {name!r} is not part of a plain {family.model_type} decoder")
+        raise UnsupportedError(
+            f"{file}: tensor {name!r} is not part of a plain {family.model_type} decoder"
+        )
     return f"model.layers.{match[1]}.{parts[match[2]]}.{kind}"
 
 
@@ -43,13 +46,17 @@ def one_by_one(name: str, stored: Stored) -> dict[str, Stored]:
         return {name: stored}
     count, *shape = stored.shape
     size = stored.nbytes // count
-    return {name.format(i): Stored(tuple(shape), stored.type, stored.offset + i * size) for i in range(count)}
+    return {
+        name.format(i): Stored(tuple(shape), stored.type, stored.offset + i * size)
+        for i in range(count)
+    }
 
 
 def heads_turned(config: dict[str, Any], name: str) -> int | None:
     """The heads whose rows llama.cpp has put into another order, None where it has left them alone.
 
-    It rotates neighbours (0, 1), (2, 3), … of Llama models, Hugging Face halves (0, d / 2), (1, d / 2 + 1), …
+    It rotates neighbours (0, 1), (2, 3), … of Llama models, Hugging Face halves (0, d / 2), (1, d /
+    2 + 1), …
     """
     family = BY_TYPE.get(str(config.get("model_type")))
     if family is None or not family.turned:
@@ -66,7 +73,9 @@ def turned_back(rows: Tensor, heads: int) -> Tensor:
 def family_of(config: dict[str, Any], file: Path) -> GgufFamily:
     kind = str(config.get("model_type"))
     if kind not in BY_TYPE:
-        raise UnsupportedError(f"{file}: its config.json says {kind!r}, which is no model that GGUF files are read of")
+        raise UnsupportedError(
+            f"{file}: its config.json says {kind!r}, which is no model that GGUF files are read of"
+        )
     return BY_TYPE[kind]
 
 
@@ -79,7 +88,9 @@ class GgufShard:
         for name, stored in read_table(file).items():
             if name not in IN_CONFIG:
                 self.table |= one_by_one(hugging_face_name(file, self.family, name), stored)
-        self.bytes = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+        self.bytes = torch.from_file(
+            str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8
+        )
 
     def type_name(self, name: str) -> str:
         number = self.table[name].type
@@ -93,9 +104,16 @@ class GgufShard:
             return None
         weight = read_blocks(kind, self._rows(name))
         assert isinstance(weight, IntGroup | IntBlock)
-        scales = weight.scales if isinstance(weight, IntGroup) or weight.mins is None else weight.scales + 0 * weight.mins
+        scales = (
+            weight.scales
+            if isinstance(weight, IntGroup) or weight.mins is None
+            else weight.scales + 0 * weight.mins
+        )
         if not bool(scales.isfinite().all()):
-            raise CheckpointError(f"{self.file}: tensor {name!r} holds NaN or infinity: the file is damaged; get it again")
+            raise CheckpointError(
+                f"{self.file}: tensor {name!r} holds NaN or infinity: the file "
+                f"is damaged; get it again"
+            )
         return weight
 
     def get_tensor(self, name: str) -> Tensor:
@@ -107,7 +125,9 @@ class GgufShard:
                 rows = rows.clone()
             return lowered(self.family, name, rows.view(dtype).view(stored.shape))
         step = max(1, AT_ONCE // stored.shape[-1])
-        return torch.cat([self._floats(stored.type, part) for part in rows.split(step)]).view(stored.shape)
+        return torch.cat([self._floats(stored.type, part) for part in rows.split(step)]).view(
+            stored.shape
+        )
 
     def _floats(self, number: int, rows: Tensor) -> Tensor:
         kind = TYPES.get(number)
@@ -115,10 +135,14 @@ class GgufShard:
             return read_blocks(kind, rows).dequantize(torch.float16)
         import gguf
 
-        return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType(number))).half()
+        return torch.from_numpy(
+            gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType(number))
+        ).half()
 
     def _rows(self, name: str) -> Tensor:
-        """uint8 [rows, bytes]: a view of the file, or a copy with its rows in Hugging Face's order."""
+        """uint8 [rows, bytes]: a view of the file, or a copy with its rows in Hugging
+        Face's order.
+        """
         stored = self.table[name]
         inputs, size = block_size(stored.type)
         raw = self.bytes[stored.offset : stored.offset + stored.nbytes]

@@ -1,8 +1,9 @@
-"""The tokenizer that the metadata of a GGUF file describes, written as `tokenizer.json` and `tokenizer_config.json`.
+"""The tokenizer that the metadata of a GGUF file describes, written as `tokenizer.json` and
+`tokenizer_config.json`.
 
-The file holds the vocabulary, the merges, and only the *name* of the pattern that cuts a text into words; the table below
-has those patterns as their authors published them. An unknown name is an error: with another pattern most texts would
-still come out right, and numbers, say, wrong.
+The file holds the vocabulary, the merges, and only the *name* of the pattern that cuts a text into
+words; the table below has those patterns as their authors published them. An unknown name is an
+error: with another pattern most texts would still come out right, and numbers, say, wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from flyweight.checkpoint.writer import write_json
 from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError, unknown
@@ -20,7 +30,10 @@ UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # token types
 
 LONGEST_TOKEN = 2048  # characters: every way to cut one in two is tried
 
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -38,8 +51,15 @@ class WordPattern:
 SMOLLM, QWEN = WordPattern(digits=True), WordPattern(QWEN2, compose=True)
 LLAMA_3 = WordPattern(LLAMA3, whole_words=True, begin=True)
 WORD_PATTERNS = {
-    "gpt-2": WordPattern(), "smollm": SMOLLM, "starcoder": SMOLLM, "refact": SMOLLM, "qwen2": QWEN, "deepseek-r1-qwen": QWEN,
-    "llama-bpe": LLAMA_3, "llama3": LLAMA_3, "llama-v3": LLAMA_3,
+    "gpt-2": WordPattern(),
+    "smollm": SMOLLM,
+    "starcoder": SMOLLM,
+    "refact": SMOLLM,
+    "qwen2": QWEN,
+    "deepseek-r1-qwen": QWEN,
+    "llama-bpe": LLAMA_3,
+    "llama3": LLAMA_3,
+    "llama-v3": LLAMA_3,
 }
 
 
@@ -57,9 +77,13 @@ class Vocabulary:
         tokens = metadata.get("tokenizer.ggml.tokens") or []
         types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
         if not tokens or len(types) != len(tokens):
-            raise CheckpointError(f"{file}: {len(tokens)} tokens with {len(types)} types in 'tokenizer.ggml.*'")
+            raise CheckpointError(
+                f"{file}: {len(tokens)} tokens with {len(types)} types in 'tokenizer.ggml.*'"
+            )
         if longest := next((token for token in tokens if len(token) > LONGEST_TOKEN), None):
-            raise CheckpointError(f"{file}: a token of {len(longest):,} characters; at most {LONGEST_TOKEN} are taken")
+            raise CheckpointError(
+                f"{file}: a token of {len(longest):,} characters; at most {LONGEST_TOKEN} are taken"
+            )
         return cls(metadata, file, tokens, types)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -74,9 +98,18 @@ class Vocabulary:
 
     def special(self) -> dict[str, str]:
         """`bos_token` and its like, by the names of tokenizer_config.json."""
-        names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+        names = {
+            "bos_token": "bos",
+            "eos_token": "eos",
+            "pad_token": "padding",
+            "unk_token": "unknown",
+        }
         found = {key: self.get(f"{name}_token_id") for key, name in names.items()}
-        return {key: self.tokens[i] for key, i in found.items() if i is not None and i < len(self.tokens)}
+        return {
+            key: self.tokens[i]
+            for key, i in found.items()
+            if i is not None and i < len(self.tokens)
+        }
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path, *, file: Path) -> None:
@@ -92,13 +125,23 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path, *, file: Path) -> No
     except Exception as error:  # the tokenizers package raises nothing more specific
         raise CheckpointError(f"{file}: tokens and merges do not fit together ({error})") from error
     # All at once: each call goes through all that were added before.
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)
-                                  for token in vocabulary.of_types(UNKNOWN, CONTROL)])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)])
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True)
+            for token in vocabulary.of_types(UNKNOWN, CONTROL)
+        ]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)]
+    )
     _add_frame(tokenizer, vocabulary, begin=begin)
     # not `tokenizer.save`: what it raises when the disk is full is no OSError
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **vocabulary.special()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **vocabulary.special(),
+    }
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]
     write_json(folder / "tokenizer_config.json", config)
@@ -124,13 +167,24 @@ def byte_level_tokenizer(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def sentencepiece_tokenizer(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Llama 2's kind: scores instead of merges, `▁` for a space, unknown characters byte by byte."""
+    """Llama 2's kind: scores instead of merges, `▁` for a space, unknown characters
+    byte by byte.
+    """
     special = vocabulary.special()
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids(), merges_from_scores(vocabulary), fuse_unk=True, byte_fallback=True,
-                                     unk_token=special.get("unk_token")))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary.ids(),
+            merges_from_scores(vocabulary),
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token=special.get("unk_token"),
+        )
+    )
     prefix = vocabulary.get("add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer, True
@@ -140,25 +194,44 @@ def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to join two tokens into a third, the joined one with the best score first."""
     ids, scores = vocabulary.ids(), vocabulary.get("scores")
     if not scores or len(scores) != len(vocabulary.tokens):
-        raise CheckpointError(f"{vocabulary.file}: {len(ids)} tokens with {len(scores or ())} scores in 'tokenizer.ggml.*'")
-    ordinary = [i for i, kind in enumerate(vocabulary.types) if kind not in (UNKNOWN, CONTROL, UNUSED, BYTE)]
+        raise CheckpointError(
+            f"{vocabulary.file}: {len(ids)} tokens with {len(scores or ())} "
+            f"scores in 'tokenizer.ggml.*'"
+        )
+    ordinary = [
+        i for i, kind in enumerate(vocabulary.types) if kind not in (UNKNOWN, CONTROL, UNUSED, BYTE)
+    ]
     merges = []
     for i in ordinary:
         token = vocabulary.tokens[i]
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        merges += [(-scores[i], i, ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids]
+        merges += [
+            (-scores[i], i, ids[left], ids[right], left, right)
+            for left, right in pairs
+            if left in ids and right in ids
+        ]
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _add_frame(tokenizer: Tokenizer, vocabulary: Vocabulary, *, begin: bool) -> None:
     """The BOS and EOS tokens that belong around every text."""
     special, ids = vocabulary.special(), vocabulary.ids()
-    before = [special["bos_token"]] if vocabulary.get("add_bos_token", begin) and "bos_token" in special else []
-    after = [special["eos_token"]] if vocabulary.get("add_eos_token", False) and "eos_token" in special else []
+    before = (
+        [special["bos_token"]]
+        if vocabulary.get("add_bos_token", begin) and "bos_token" in special
+        else []
+    )
+    after = (
+        [special["eos_token"]]
+        if vocabulary.get("add_eos_token", False) and "eos_token" in special
+        else []
+    )
     if before or after:
         second = [f"{token}:1" for token in (*before, "$B", *after)]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after], pair=[*before, "$A", *after, *second],
-            special_tokens=[(token, ids[token]) for token in (*before, *after)])
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *second],
+            special_tokens=[(token, ids[token]) for token in (*before, *after)],
+        )
     elif vocabulary.get("model") == "gpt2":
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

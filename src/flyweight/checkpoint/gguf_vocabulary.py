@@ -1,4 +1,6 @@
-"""The tokenizer of a folder as the metadata of a GGUF file: `gguf_tokenizer.py` the other way round."""
+"""The tokenizer of a folder as the metadata of a GGUF file: `gguf_tokenizer.py` the other way
+round.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,25 @@ SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "pad"}
 def add_vocabulary(writer: Any, checkpoint: Checkpoint) -> None:
     path = checkpoint.folder / "tokenizer.json"
     if not path.exists():
-        raise CheckpointError(f"{checkpoint.folder}: no tokenizer.json, which a GGUF file is made from")
+        raise CheckpointError(
+            f"{checkpoint.folder}: no tokenizer.json, which a GGUF file is made from"
+        )
     data = read_json(path)
     model = data.get("model") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback") or not isinstance(model.get("vocab"), dict):
+    if (
+        model.get("type") != "BPE"
+        or model.get("byte_fallback")
+        or not isinstance(model.get("vocab"), dict)
+    ):
         raise UnsupportedError(f"{path}: only byte-level BPE tokenizers are written as GGUF")
     tokens, types = listed(data, checkpoint.config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pattern_name(data, str(path)))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
+    )
     ids = special_ids(checkpoint)
     for name, number in ids.items():
         getattr(writer, f"add_{name}_token_id")(number)
@@ -43,7 +53,10 @@ def listed(data: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     numbers = data["model"]["vocab"] | {name: one["id"] for name, one in added.items()}
     for token, number in numbers.items():
         if number >= size:
-            raise CheckpointError(f"tokenizer.json: token {token!r} is number {number}, but config.json has {size} tokens")
+            raise CheckpointError(
+                f"tokenizer.json: token {token!r} is number {number}, but "
+                f"config.json has {size} tokens"
+            )
         tokens[number] = token
         types[number] = NORMAL
         if token in added:
@@ -56,11 +69,23 @@ def pattern_name(data: dict[str, Any], where: str) -> str:
     before = data.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     digits = any(step.get("type") == "Digits" and step.get("individual_digits") for step in steps)
-    split = next((step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"), None)
-    found = next((name for name, one in WORD_PATTERNS.items() if one.split == split and one.digits == digits), None)
+    split = next(
+        (step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"), None
+    )
+    found = next(
+        (
+            name
+            for name, one in WORD_PATTERNS.items()
+            if one.split == split and one.digits == digits
+        ),
+        None,
+    )
     if found is None or not any(step.get("type") == "ByteLevel" for step in steps):
-        raise UnsupportedError(f"{where}: it cuts texts into words in a way that has no name in GGUF: "
-                               f"{json.dumps(before)[:100]}")
+        raise UnsupportedError(
+            f"{where}: it cuts texts into words in a way that has no name in "
+            f"GGUF: "
+            f"{json.dumps(before)[:100]}"
+        )
     return found
 
 

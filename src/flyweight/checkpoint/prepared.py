@@ -1,6 +1,8 @@
-"""Weights in the layout of this machine's kernels, kept in the cache so that they are laid out once.
+"""Weights in the layout of this machine's kernels, kept in the cache so that they are laid out
+once.
 
-    prepared/<model>-<key>.weights   8 bytes of magic, length of the header, the header (JSON), tensors
+    prepared/<model>-<key>.weights   8 bytes of magic, length of the header, the header (JSON),
+                                     tensors
 
 `model` is a hash of the model's folder, so that `flyweight rm` finds what was made of it; `key` is
 one of all that the bytes depend on: the model's files by size and time, our own code, the options.

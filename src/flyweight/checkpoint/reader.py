@@ -1,9 +1,11 @@
-"""A Hugging Face folder, read strictly: every tensor on demand, every fault by file and tensor name.
+"""A Hugging Face folder, read strictly: every tensor on demand, every fault by file and tensor
+name.
 
-Opening reads only JSON: config, index and the headers of the shards, each checked against the size of its file, so a
-cut-off download or an absurd shape is found before a byte of weights is touched. Tensors are views of the mapped file
-and are looked through once for NaN and infinity, which costs a fifth of reading them. Pickle is never opened and
-`auto_map` (code that comes with a model) never run.
+Opening reads only JSON: config, index and the headers of the shards, each checked against the size
+of its file, so a cut-off download or an absurd shape is found before a byte of weights is touched.
+Tensors are views of the mapped file and are looked through once for NaN and infinity, which costs a
+fifth of reading them. Pickle is never opened and `auto_map` (code that comes with a model) never
+run.
 """
 
 from __future__ import annotations
@@ -40,14 +42,19 @@ LARGEST_HEADER = 100_000_000  # the limit of the safetensors format
 
 # What a tensor that nothing asked for probably is; the first pattern that fits.
 LOOKS_LIKE = (
-    (r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale|weight_zero_point|centroids|indices|input_scale)",
-     "part of a quantized layer: is `quantization_config` missing from config.json, or wrong?"),
+    (
+        r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale|weight_zero_point|centroids|indices|input_scale)",
+        "part of a quantized layer: is `quantization_config` missing from config.json, or wrong?",
+    ),
     (r"lora_[AB]|adapter", "an adapter: merge it into the model first"),
     (r"(^|\.)(visual|vision|audio)", "the vision or audio part of a model with several inputs"),
     (r"\.experts\.", "a mixture-of-experts layer in a model that config.json calls dense"),
     (r"\.bias$", "a bias that config.json does not announce"),
     (r"^lm_head\.", "an output head although config.json ties it to the embedding"),
-    (r"\.layers\.\d+\.", "a layer or part that config.json does not announce: see num_hidden_layers and model_type"),
+    (
+        r"\.layers\.\d+\.",
+        "a layer or part that config.json does not announce: see num_hidden_layers and model_type",
+    ),
 )
 
 
@@ -75,12 +82,16 @@ class Checkpoint:
         check_config(self.config, self.folder / "config.json")
         check_generation_config(self.generation_config, optional)
         self.files = _weight_files(self.folder)
-        own = {file: GgufShard(file, self.config) for file in self.files if file.suffix == GGUF_SUFFIX}
+        own = {
+            file: GgufShard(file, self.config) for file in self.files if file.suffix == GGUF_SUFFIX
+        }
         self.entries = _entries(self.folder, self.files, own)
         self._stored: dict[str, str] = {}  # names in the files, where they are others
         if text_part.is_wrapped(self.config):
             self._take_text()
-        self._shards: dict[Path, Any] = {file: own.get(file) or open_shard(file) for file in self.files}
+        self._shards: dict[Path, Any] = {
+            file: own.get(file) or open_shard(file) for file in self.files
+        }
         self._used: set[str] = set()
 
     def _take_text(self) -> None:
@@ -89,7 +100,7 @@ class Checkpoint:
         self.config = text_part.text_config(self.config, self.entries)
         check_config(self.config, self.folder / "config.json")
 
-    # -- tensors ----------------------------------------------------------------------------------------------
+    # -- tensors -----------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         return list(self.entries)
@@ -117,15 +128,23 @@ class Checkpoint:
         except (SafetensorError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
         if name not in self._used and not is_finite(tensor):
-            raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity: the file is damaged, or the model never "
-                                  "fitted its dtype; get or convert it again")
+            raise CheckpointError(
+                f"{file}: tensor {name!r} holds NaN or infinity: the file is "
+                f"damaged, or the model never "
+                "fitted its dtype; get or convert it again"
+            )
         self._used.add(name)
         return tensor
 
     def in_blocks(self, name: str) -> bool:
         """Is it a matrix of a GGUF file, in that file's bits?"""
         entry = self.entries.get(name)
-        return entry is not None and len(entry.shape) == 2 and entry.file.suffix == GGUF_SUFFIX and entry.dtype in GGUF_BLOCKS
+        return (
+            entry is not None
+            and len(entry.shape) == 2
+            and entry.file.suffix == GGUF_SUFFIX
+            and entry.dtype in GGUF_BLOCKS
+        )
 
     def blocks(self, name: str) -> QuantTensor | None:
         """Such a matrix as it is; None where it is no such one."""
@@ -138,8 +157,11 @@ class Checkpoint:
         """The tensor, if it has the shape that the config implies; checked before it is read."""
         entry = self.entry(name)
         if entry.shape != tuple(shape):
-            raise CheckpointError(f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, but config.json implies "
-                                  f"{list(shape)}")
+            raise CheckpointError(
+                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, "
+                f"but config.json implies "
+                f"{list(shape)}"
+            )
         return self.tensor(name)
 
     def linear(self, prefix: str) -> QuantTensor:
@@ -153,17 +175,35 @@ class Checkpoint:
             return formats.Gguf()
         return formats.find(self.config, self)
 
-    # -- strictness -------------------------------------------------------------------------------------------
+    # -- strictness --------------------------------------------------------------------------------
 
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
-        """Names that nothing has read, less those that fit one of the `ignore` patterns (`*` and `?`)."""
+        """Names that nothing has read, less those that fit one of the `ignore` patterns (`*` and
+        `?`).
+        """
         spare = self.format.spare if self.format else ()
-        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "mtp.*", *self._next_token_layers(), *spare, *ignore)
-        return [name for name in self.entries if name not in self._used and not any(fnmatchcase(name, p) for p in patterns)]
+        patterns = (
+            "*.rotary_emb.inv_freq",
+            "*.attn.masked_bias",
+            "mtp.*",
+            *self._next_token_layers(),
+            *spare,
+            *ignore,
+        )
+        return [
+            name
+            for name in self.entries
+            if name not in self._used and not any(fnmatchcase(name, p) for p in patterns)
+        ]
 
     def _next_token_layers(self) -> list[str]:
-        """Layers behind the last one guess further tokens ahead; the model itself does not need them."""
-        count, layers = self.config.get("num_nextn_predict_layers"), self.config.get("num_hidden_layers")
+        """Layers behind the last one guess further tokens ahead; the model itself does not need
+        them.
+        """
+        count, layers = (
+            self.config.get("num_nextn_predict_layers"),
+            self.config.get("num_hidden_layers"),
+        )
         if self.config.get("model_type") in GATED:
             return ["mtp.*"]
         if type(count) is not int or type(layers) is not int:
@@ -171,15 +211,23 @@ class Checkpoint:
         return [f"model.layers.{layers + index}.*" for index in range(min(count, 16))]
 
     def check_used(self, ignore: Iterable[str] = ()) -> None:
-        """Every tensor of the files must have been read: a model that loads by half gives garbage."""
+        """Every tensor of the files must have been read: a model that loads by half
+        gives garbage.
+        """
         if not (left := self.unused(ignore)):
             return
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        guess = next((text for pattern, text in LOOKS_LIKE if re.search(pattern, left[0])), "not a part of this architecture")
-        raise CheckpointError(f"{self.entries[left[0]].file}: without a place in the model: {', '.join(left[:3])}{more}; "
-                              f"looks like {guess}")
+        guess = next(
+            (text for pattern, text in LOOKS_LIKE if re.search(pattern, left[0])),
+            "not a part of this architecture",
+        )
+        raise CheckpointError(
+            f"{self.entries[left[0]].file}: without a place in the model: "
+            f"{', '.join(left[:3])}{more}; "
+            f"looks like {guess}"
+        )
 
-    # -- the rest of the folder -------------------------------------------------------------------------------
+    # -- the rest of the folder --------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -189,20 +237,30 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         """Folders of random weights have none and take token ids only."""
-        return any(next(self.folder.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
+        return any(
+            next(self.folder.glob(pattern), None)
+            for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+        )
 
     def tokenizer(self) -> Any:
         import transformers
 
         settings = self.folder / "tokenizer_config.json"
-        named = settings.is_file() and read_json(settings).get("tokenizer_class") == "PreTrainedTokenizerFast"
+        named = (
+            settings.is_file()
+            and read_json(settings).get("tokenizer_class") == "PreTrainedTokenizerFast"
+        )
         # To find out the class, AutoTokenizer imports every model's configuration: two seconds.
         kind = transformers.PreTrainedTokenizerFast if named else transformers.AutoTokenizer
         try:
-            return kind.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
+            return kind.from_pretrained(
+                str(self.folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises whatever its parts raise
             reason = str(error).strip().split("\n")[0]
-            raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded ({reason})") from error
+            raise CheckpointError(
+                f"{self.folder}: the tokenizer cannot be loaded ({reason})"
+            ) from error
 
     def bare_tokenizer(self) -> Bare | None:
         """The tokenizer without transformers; None where only that knows it."""
@@ -210,12 +268,16 @@ class Checkpoint:
         return read_bare(self.folder, read_json(settings)) if settings.is_file() else None
 
     def hash(self) -> str:
-        """Which weights these are: the first 16 digits of a SHA-256 over every byte of the files, in order of their names."""
+        """Which weights these are: the first 16 digits of a SHA-256 over every byte of the files,
+        in order of their names.
+        """
         return self._digest
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes with the config and with the files of weights, as far as their sizes and times tell."""
+        """Changes with the config and with the files of weights, as far as their sizes and times
+        tell.
+        """
         states = [(file.resolve(), file.stat()) for file in self.files]
         listed = [f"{file}:{state.st_size}:{state.st_mtime_ns}" for file, state in states]
         return "\n".join([json.dumps(self.config, sort_keys=True, default=str), *listed])
@@ -242,8 +304,11 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: no {path.name}; a model folder holds config.json, safetensors files and a "
-                              "tokenizer") from None
+        raise CheckpointError(
+            f"{path.parent}: no {path.name}; a model folder holds config.json, "
+            f"safetensors files and a "
+            "tokenizer"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
@@ -261,21 +326,37 @@ def _weight_files(folder: Path) -> list[Path]:
     if len(found) == 1 and "-of-" not in found[0].name:
         return found
     if found:
-        raise CheckpointError(f"{folder}: {len(found)} safetensors shards but no {INDEX}; get the whole folder again")
+        raise CheckpointError(
+            f"{folder}: {len(found)} safetensors shards but no {INDEX}; get the whole folder again"
+        )
     if files := sorted(folder.glob(f"*{GGUF_SUFFIX}")):
         if lost := next((file for file in files if not file.exists()), None):
-            raise CheckpointError(f"{lost}: the file that it leads to is gone; put it back, or delete {folder}")
+            raise CheckpointError(
+                f"{lost}: the file that it leads to is gone; put it back, or delete {folder}"
+            )
         return files
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    pickles = sorted(
+        path.name
+        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
+        for path in folder.glob(pattern)
+    )
     if pickles:
-        raise CheckpointError(f"{folder}: only pickle files ({pickles[0]}), which can run code when opened, so they are never "
-                              "read; convert them: transformers' `save_pretrained` writes safetensors")
+        raise CheckpointError(
+            f"{folder}: only pickle files ({pickles[0]}), which can run code "
+            f"when opened, so they are never "
+            "read; convert them: transformers' `save_pretrained` writes "
+            "safetensors"
+        )
     raise CheckpointError(f"{folder}: no safetensors files")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise CheckpointError(f"{folder / INDEX}: no `weight_map` from tensor names to files")
     return weight_map
 
@@ -284,10 +365,15 @@ def _indexed_files(folder: Path) -> list[Path]:
     weight_map = _weight_map(folder)
     for name, file in weight_map.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / INDEX}: tensor {name!r} is said to be in {file!r}: only safetensors files of the "
-                                  "same folder are read")
+            raise CheckpointError(
+                f"{folder / INDEX}: tensor {name!r} is said to be in {file!r}: "
+                f"only safetensors files of the "
+                "same folder are read"
+            )
         if not (folder / file).exists():
-            raise CheckpointError(f"{folder / INDEX}: shard {file} (of tensor {name!r}) is missing; get it again")
+            raise CheckpointError(
+                f"{folder / INDEX}: shard {file} (of tensor {name!r}) is missing; get it again"
+            )
     return [folder / file for file in sorted(set(weight_map.values()))]
 
 
@@ -297,17 +383,25 @@ def _entries(folder: Path, files: Sequence[Path], own: dict[Path, GgufShard]) ->
         found = _gguf_entries(own[file]) if file in own else read_header(file)
         for name, entry in found.items():
             if name in entries:
-                raise CheckpointError(f"{file}: tensor {name!r} is also in {entries[name].file.name}; which one is meant?")
+                raise CheckpointError(
+                    f"{file}: tensor {name!r} is also in "
+                    f"{entries[name].file.name}; which one is meant?"
+                )
             entries[name] = entry
     if (folder / INDEX).exists():
         for name, file_name in _weight_map(folder).items():
             if name not in entries or entries[name].file.name != file_name:
-                raise CheckpointError(f"{folder / INDEX}: says that tensor {name!r} is in {file_name}, but it is not")
+                raise CheckpointError(
+                    f"{folder / INDEX}: says that tensor {name!r} is in {file_name}, but it is not"
+                )
     return entries
 
 
 def _gguf_entries(shard: GgufShard) -> dict[str, Entry]:
-    return {name: Entry(shard.file, stored.shape, shard.type_name(name), stored.nbytes) for name, stored in shard.table.items()}
+    return {
+        name: Entry(shard.file, stored.shape, shard.type_name(name), stored.nbytes)
+        for name, stored in shard.table.items()
+    }
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -316,29 +410,47 @@ def read_header(file: Path) -> dict[str, Entry]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise CheckpointError(f"{file}: truncated or not a safetensors file ({size:,} bytes); get it again")
+            raise CheckpointError(
+                f"{file}: truncated or not a safetensors file ({size:,} bytes); get it again"
+            )
         raw = stream.read(length)
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        entries = {name: Entry(file, tuple(data["shape"]), data["dtype"], data["data_offsets"][1] - data["data_offsets"][0])
-                   for name, data in header.items()}
+        entries = {
+            name: Entry(
+                file,
+                tuple(data["shape"]),
+                data["dtype"],
+                data["data_offsets"][1] - data["data_offsets"][0],
+            )
+            for name, data in header.items()
+        }
         ends = {name: 8 + length + data["data_offsets"][1] for name, data in header.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: its header is not that of a safetensors file ({error}); get it again") from error
+        raise CheckpointError(
+            f"{file}: its header is not that of a safetensors file ({error}); get it again"
+        ) from error
     last = max(ends, key=lambda name: ends[name], default=None)
     if last is not None and ends[last] > size:
-        raise CheckpointError(f"{file}: truncated: tensor {last!r} ends at byte {ends[last]:,}, but the file at {size:,}; "
-                              "get it again")
+        raise CheckpointError(
+            f"{file}: truncated: tensor {last!r} ends at byte {ends[last]:,}, "
+            f"but the file at {size:,}; "
+            "get it again"
+        )
     return entries
 
 
 def open_shard(file: Path) -> Any:
-    """Maps the shard; the library checks the rest of its header: shapes against lengths, overlaps, gaps, types."""
+    """Maps the shard; the library checks the rest of its header: shapes against lengths, overlaps,
+    gaps, types.
+    """
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: damaged safetensors file ({error}); get it again") from error
+        raise CheckpointError(
+            f"{file}: damaged safetensors file ({error}); get it again"
+        ) from error
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""The text model inside a folder that holds a vision tower too (Gemma 3 from 4B on, Mistral Small, Qwen3.5).
+"""The text model inside a folder that holds a vision tower too (Gemma 3 from 4B on, Mistral Small,
+Qwen3.5).
 
 Its config is an object of its own inside config.json, and its tensors have a prefix. Both are
 turned into what the text model alone would have, so that nobody else has to know; what sees images
@@ -17,7 +18,14 @@ WRAPPED: dict[str, dict[str, str]] = {
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "mistral3": {"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"},
 }
-SHARED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+SHARED = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 # as transformers 4 wrote them, and as 5 does
 PREFIXES = (
     ("language_model.model.", "model."),
@@ -52,6 +60,8 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         if name.removeprefix("model.").startswith(SEEING):
             continue
-        new = next((to + name.removeprefix(old) for old, to in PREFIXES if name.startswith(old)), name)
+        new = next(
+            (to + name.removeprefix(old) for old, to in PREFIXES if name.startswith(old)), name
+        )
         found[new] = name
     return found

@@ -1,9 +1,10 @@
 """A model folder that appears whole or not at all.
 
-Tensors are gathered into shards, each written beside its target in `.NAME.partial` and synced; `finish` adds the JSON
-and tokenizer files and renames the folder into place. Memory is bounded by one shard. With `resume` the finished shards
-of an interrupted run are kept: tensors that they hold are skipped, and since shards fill in order of `add`, the same
-calls give the same bytes however often they were interrupted. `flush` ends a shard early, at a point worth returning to.
+Tensors are gathered into shards, each written beside its target in `.NAME.partial` and synced;
+`finish` adds the JSON and tokenizer files and renames the folder into place. Memory is bounded by
+one shard. With `resume` the finished shards of an interrupted run are kept: tensors that they hold
+are skipped, and since shards fill in order of `add`, the same calls give the same bytes however
+often they were interrupted. `flush` ends a shard early, at a point worth returning to.
 """
 
 from __future__ import annotations
@@ -28,18 +29,36 @@ from flyweight.checkpoint.reader import INDEX, SINGLE
 from flyweight.errors import OptionError, ResourceError
 
 # Everything beside the weights that belongs to a model.
-CARRIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-           "chat_template*", "LICENSE*", "NOTICE*")
+CARRIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
 
 
 class CheckpointWriter:
-    """`with CheckpointWriter(target) as writer: writer.add(name, tensor); writer.finish(config, source=folder)`
+    """`with CheckpointWriter(target) as writer: writer.add(name, tensor); writer.finish(config,
+    source=folder)`
 
-    `fingerprint` says what is being made (recipe, source): unfinished shards of something else are not continued.
+    `fingerprint` says what is being made (recipe, source): unfinished shards of something else are
+    not continued.
     """
 
-    def __init__(self, target: str | Path, max_shard_bytes: int = 4 << 30, *, overwrite: bool = False, resume: bool = False,
-                 fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        target: str | Path,
+        max_shard_bytes: int = 4 << 30,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        fingerprint: str = "",
+    ) -> None:
         self.target = Path(target).absolute()
         self.staging = self.target.with_name(f".{self.target.name}.partial")
         self._previous = previous_of(self.target)
@@ -48,17 +67,26 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self._added: set[str] = set()
         self._shards: list[dict[str, int]] = []  # bytes by tensor name of each finished shard
-        self.finished: set[str] = set()  # tensors that are safe on disk; after `resume`, those of the interrupted run
+        # tensors that are safe on disk; after `resume`, those of the interrupted run
+        self.finished: set[str] = set()
         with self.writing("the folder"):
             recover(self.target)
-            if not overwrite and self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
-                raise OptionError(f"{self.target} exists already; pass --overwrite or choose another folder")
+            if (
+                not overwrite
+                and self.target.exists()
+                and (not self.target.is_dir() or any(self.target.iterdir()))
+            ):
+                raise OptionError(
+                    f"{self.target} exists already; pass --overwrite or choose another folder"
+                )
             self.staging.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.staging / ".lock")
             try:
                 self._lock.acquire(timeout=0)
             except Timeout:
-                raise ResourceError(f"{self.target}: another process is writing this folder") from None
+                raise ResourceError(
+                    f"{self.target}: another process is writing this folder"
+                ) from None
             self._open_staging(fingerprint)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -80,7 +108,8 @@ class CheckpointWriter:
         path = self._shard_path(len(self._shards))
         half = path.with_suffix(".tmp")
         with self.writing(path.name):
-            # A clone for what shares memory (tied weights, slices of one tensor): the format stores each once.
+            # A clone for what shares memory (tied weights, slices of one tensor): the format stores
+            # each once.
             save_file(_unshared(self._pending), half, metadata={"format": "pt"})
             os.chmod(half, usual_mode(self.staging))
             _sync(half)
@@ -90,7 +119,9 @@ class CheckpointWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def finish(self, config: dict[str, Any], *, source: str | Path | None = None) -> Path:
-        """Complete the folder and move it into place. Tokenizer and generation config come from `source`."""
+        """Complete the folder and move it into place. Tokenizer and generation config come from
+        `source`.
+        """
         self.flush()
         if not self._shards:
             raise ValueError("no tensor was added")
@@ -110,7 +141,8 @@ class CheckpointWriter:
             self._lock.release()
             (self.staging / ".lock").unlink(missing_ok=True)
             if self.target.exists():
-                shutil.rmtree(self._previous, ignore_errors=True)  # of a run that was cut off at the next line but one
+                # of a run that was cut off at the next line but one
+                shutil.rmtree(self._previous, ignore_errors=True)
                 os.rename(self.target, self._previous)
             os.rename(self.staging, self.target)
             _sync(self.target.parent)
@@ -120,7 +152,12 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._lock.is_locked:  # not finished
             self._lock.release()
             if not self._resume:
@@ -131,8 +168,11 @@ class CheckpointWriter:
         note = self.staging / "resume.json"
         made_for = self._made_for(note)
         if self._resume and made_for not in (None, fingerprint):
-            raise OptionError(f"{self.staging} holds the unfinished work of another recipe or model; delete it, or run without "
-                              "--resume to start over")
+            raise OptionError(
+                f"{self.staging} holds the unfinished work of another recipe or "
+                f"model; delete it, or run without "
+                "--resume to start over"
+            )
         if not self._resume or made_for is None:
             for path in self.staging.iterdir():
                 if path.name != ".lock":
@@ -152,8 +192,11 @@ class CheckpointWriter:
         except (ValueError, KeyError, TypeError) as error:
             if not self._resume:  # it is thrown away
                 return None
-            raise OptionError(f"{note}: damaged ({error}), so what is beside it cannot be continued; run without --resume to "
-                              "start over") from error
+            raise OptionError(
+                f"{note}: damaged ({error}), so what is beside it cannot be "
+                f"continued; run without --resume to "
+                "start over"
+            ) from error
 
     def _shard_path(self, number: int) -> Path:
         return self.staging / f"model-{number + 1:05}.safetensors"
@@ -168,23 +211,35 @@ class CheckpointWriter:
         for number, name in enumerate(names):
             os.replace(self._shard_path(number), self.staging / name)
         total = sum(size for shard in self._shards for size in shard.values())
-        weight_map = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
-        write_json(self.staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        weight_map = {
+            tensor: name
+            for name, shard in zip(names, self._shards, strict=True)
+            for tensor in shard
+        }
+        write_json(
+            self.staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """A full disk and its like are the user's to solve; nothing that was there before is lost."""
+        """A full disk and its like are the user's to solve; nothing that was there
+        before is lost.
+        """
         try:
             yield
         except (OSError, SafetensorError) as error:
             kept = "; finished shards are kept for --resume" if self._resume else ""
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise ResourceError(f"{self.target}: cannot write {what} ({reason}){kept}; make room, or choose another "
-                                "place") from error
+            raise ResourceError(
+                f"{self.target}: cannot write {what} ({reason}){kept}; make room, "
+                f"or choose another "
+                "place"
+            ) from error
 
 
 def usual_mode(folder: Path) -> int:
-    """What the user's umask gives a new file. safetensors writes for the owner alone, whatever it says.
+    """What the user's umask gives a new file. safetensors writes for the owner alone, whatever it
+    says.
 
     Found with a file, because asking for the umask itself means to change it for all threads.
     """
@@ -200,9 +255,11 @@ def previous_of(target: Path) -> Path:
 
 
 def recover(target: Path) -> None:
-    """Clean up after an overwrite that was cut off: between its two renames the old folder returns, after them it goes.
+    """Clean up after an overwrite that was cut off: between its two renames the old folder returns,
+    after them it goes.
 
-    With neither target nor staging nobody can tell which it was: then the old folder is left until a new one is complete.
+    With neither target nor staging nobody can tell which it was: then the old folder is left until
+    a new one is complete.
     """
     previous = previous_of(target)
     if not previous.exists():

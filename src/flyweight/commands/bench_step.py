@@ -18,13 +18,22 @@ if TYPE_CHECKING:
 
 
 def step(
-    models: Models, out: Out = Path("result.jsonl"),
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; default: 1 and 64.")] = None,
+    models: Models,
+    out: Out = Path("result.jsonl"),
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences at once; default: 1 and 64.")
+    ] = None,
     input: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
-    output: Annotated[int, typer.Option("--output", min=8, help="Tokens of each answer: the steps.")] = 34,
-    device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None,
+    output: Annotated[
+        int, typer.Option("--output", min=8, help="Tokens of each answer: the steps.")
+    ] = 34,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
 ) -> None:
-    """Linears, attention, the head, gaps between kernels and the host's work in one decode step, in microseconds.
+    """Linears, attention, the head, gaps between kernels and the host's work in one decode step, in
+    microseconds.
 
     Examples:
 
@@ -32,7 +41,8 @@ def step(
 
         flyweight bench step ./my-model --batch 16 --input 2048
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is there: its profiler writes of itself to stderr
+    # before torch is there: its profiler writes of itself to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from flyweight.bench.facts import Variant, facts_of
     from flyweight.bench.profile import Workload
     from flyweight.bench.rows import ResultFile, environment_row
@@ -43,15 +53,27 @@ def step(
 
     file, environment, rows = ResultFile(out), environment_row(pick_device(device)), []
     for variant in map(Variant.parse, models):
-        key = {name: getattr(facts_of(variant), name) for name in ("model", "scheme", "checkpoint")} | {"level": "part"}
+        key = {
+            name: getattr(facts_of(variant), name) for name in ("model", "scheme", "checkpoint")
+        } | {"level": "part"}
         works = [Workload(count, input, output) for count in batch or (1, 64)]
         due = [work for work in works if not file.finished("profile", **key, **shape(work))]
         if due:
             typer.echo(f"loading {variant.model}", err=True)
-            file.append([environment] if not any(row["environment"] == environment["id"] for row in file.rows) else [])
-            file.append(measure(variant, due, environment["id"], device=device, dtype=dtype, kv_dtype=kv_dtype))
+            file.append(
+                [environment]
+                if not any(row["environment"] == environment["id"] for row in file.rows)
+                else []
+            )
+            file.append(
+                measure(
+                    variant, due, environment["id"], device=device, dtype=dtype, kv_dtype=kv_dtype
+                )
+            )
         rows += [row for work in works for row in file.finished("profile", **key, **shape(work))]
-    typer.echo(terminal(step_table(Results(tuple(rows), {environment["id"]: environment}))).rstrip())
+    typer.echo(
+        terminal(step_table(Results(tuple(rows), {environment["id"]: environment}))).rstrip()
+    )
     close(rows, out)
 
 
@@ -59,9 +81,18 @@ def shape(work: Workload) -> Row:
     return {"batch": work.batch, "input": work.input, "output": work.output}
 
 
-def measure(variant: Variant, works: list[Workload], environment: str, *, device: str | None, dtype: str | None,
-            kv_dtype: str | None = None) -> list[Row]:
-    """The rows of one model, loaded once; where it cannot be loaded, or its steps are not captured, the reason."""
+def measure(
+    variant: Variant,
+    works: list[Workload],
+    environment: str,
+    *,
+    device: str | None,
+    dtype: str | None,
+    kv_dtype: str | None = None,
+) -> list[Row]:
+    """The rows of one model, loaded once; where it cannot be loaded, or its steps are not captured,
+    the reason.
+    """
     from flyweight.backends.base import PAGE, Limits
     from flyweight.bench.cases import attempt
     from flyweight.bench.facts import facts_of
@@ -71,11 +102,26 @@ def measure(variant: Variant, works: list[Workload], environment: str, *, device
 
     limits = Limits.of((work.batch, work.input + work.output) for work in works)
     facts, rows = facts_of(variant).fields() | {"backend": "native", "level": "part"}, []
-    llm, broken = attempt(lambda: LLM(
-        variant.model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_num_seqs=limits.batch, max_model_len=limits.context,
-        blocks=(limits.tokens or 0) // PAGE, block_size=PAGE, prefix_cache=False))
+    llm, broken = attempt(
+        lambda: LLM(
+            variant.model,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_num_seqs=limits.batch,
+            max_model_len=limits.context,
+            blocks=(limits.tokens or 0) // PAGE,
+            block_size=PAGE,
+            prefix_cache=False,
+        )
+    )
     facts["kv_dtype"] = llm.kv_dtype if llm else None
     for work in works:
-        found, fault = attempt(lambda work=work: measure_steps(llm, work)) if llm else (None, broken)  # type: ignore[misc]
-        rows += [make_row("profile", environment, **rounded(facts | shape(work) | one)) for one in found or [fault or {}]]
+        found, fault = (
+            attempt(lambda work=work: measure_steps(llm, work)) if llm else (None, broken)
+        )  # type: ignore[misc]
+        rows += [
+            make_row("profile", environment, **rounded(facts | shape(work) | one))
+            for one in found or [fault or {}]
+        ]
     return rows

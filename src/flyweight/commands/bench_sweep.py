@@ -18,57 +18,129 @@ if TYPE_CHECKING:
     from flyweight.bench.rows import Row
     from flyweight.bench.sweep import Plan
 
-Models = Annotated[list[str], typer.Argument(help="MODEL or NAME=MODEL: a folder, name, hub id or preset:NAME[:SCHEME]; "
-                                                  "NAME is what the rows call the scheme. The first is the baseline.")]
-Backends = Annotated[list[str] | None, typer.Option("--backend", help="native, native-server, transformers, "
-                                                    "transformers-compiled, vllm, vllm-server, sglang or openai; can be given "
-                                                    "several times.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Result rows (JSONL); rows found there are not run again.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs of each cell; ten or more give p10 and p90.")]
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        help="MODEL or NAME=MODEL: a folder, name, hub id or "
+        "preset:NAME[:SCHEME]; "
+        "NAME is what the rows call the scheme. The "
+        "first is the baseline."
+    ),
+]
+Backends = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        help="native, native-server, "
+        "transformers, "
+        "transformers-compiled, vllm, vllm-server, "
+        "sglang or openai; can be given "
+        "several times.",
+    ),
+]
+Out = Annotated[
+    Path,
+    typer.Option("--out", "-o", help="Result rows (JSONL); rows found there are not run again."),
+]
+Repeats = Annotated[
+    int, typer.Option(min=1, help="Runs of each cell; ten or more give p10 and p90.")
+]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
-Name = Annotated[str | None, typer.Option("--model-name", help="What the rows call the model; default: its own name.")]
-Quantization = Annotated[str | None, typer.Option(help="By the engine's own name, such as awq or awq_marlin (vllm, sglang).")]
-TensorParallel = Annotated[int, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")]
-Url = Annotated[str | None, typer.Option(help="Of a server that runs already, such as http://localhost:8000 (openai).")]
-Extra = Annotated[list[str] | None, typer.Option("--option", help="KEY=VALUE for the engine itself, by its own names.")]
-Check = Annotated[bool, typer.Option(help="Compare greedy tokens with the baseline's before timing, and those of each run "
-                                          "with what the weights mean; wrong ones fail.")]
-Sampling = Annotated[str | None, typer.Option(help='How tokens are chosen, such as "temperature=0.7,top_p=0.9"; also top_k, min_p, '
-                                                   "seed and penalties. Default: greedily. What is drawn is not checked.")]
+Name = Annotated[
+    str | None,
+    typer.Option("--model-name", help="What the rows call the model; default: its own name."),
+]
+Quantization = Annotated[
+    str | None,
+    typer.Option(help="By the engine's own name, such as awq or awq_marlin (vllm, sglang)."),
+]
+TensorParallel = Annotated[
+    int, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")
+]
+Url = Annotated[
+    str | None,
+    typer.Option(help="Of a server that runs already, such as http://localhost:8000 (openai)."),
+]
+Extra = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="KEY=VALUE for the engine itself, by its own names."),
+]
+Check = Annotated[
+    bool,
+    typer.Option(
+        help="Compare greedy tokens with the baseline's before "
+        "timing, and those of each run "
+        "with what the weights mean; wrong ones fail."
+    ),
+]
+Sampling = Annotated[
+    str | None,
+    typer.Option(
+        help="How tokens are chosen, such as "
+        '"temperature=0.7,top_p=0.9"; also top_k, '
+        "min_p, "
+        "seed and penalties. Default: greedily. What "
+        "is drawn is not checked."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")]
 
 
 def latency(
-    models: Models, backend: Backends = None, out: Out = Path("result.jsonl"),
+    models: Models,
+    backend: Backends = None,
+    out: Out = Path("result.jsonl"),
     workload: Annotated[list[str] | None, typer.Option(help="By name; default: all seven.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="A workload of one's own: prompts at once,")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="A workload of one's own: prompts at once,")
+    ] = None,
     input: Annotated[int | None, typer.Option(min=1, help="tokens of each prompt,")] = None,
-    output: Annotated[int | None, typer.Option("--output", min=1, help="tokens of each answer.")] = None,
-    text: Annotated[Path | None, typer.Option(help="A text that prompts are cut from; random tokens otherwise.")] = None,
-    repeats: Repeats = 3, seed: Seed = 0, check: Check = True,
-    one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Load one variant after the other.")] = False,
+    output: Annotated[
+        int | None, typer.Option("--output", min=1, help="tokens of each answer.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text that prompts are cut from; random tokens otherwise.")
+    ] = None,
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    check: Check = True,
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="Load one variant after the other.")
+    ] = False,
     model_name: Name = None,
-    device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
+    speculate: Speculate = None,
     quantization: Quantization = None,
-    tensor_parallel: TensorParallel = 1, url: Url = None, option: Extra = None, sampling: Sampling = None, as_json: Json = False,
+    tensor_parallel: TensorParallel = 1,
+    url: Url = None,
+    option: Extra = None,
+    sampling: Sampling = None,
+    as_json: Json = False,
 ) -> None:
     """Latency, TTFT, TPOT and throughput of variants of a model, on fixed workloads.
 
-    All variants are loaded at once and take turns, so that a drifting clock meets them alike. The greedy tokens of each are
-    compared with the first variant's, and the agreement stands beside the speed. Start it again after an interruption, and
-    it does only what is missing.
+    All variants are loaded at once and take turns, so that a drifting clock meets them alike. The
+    greedy tokens of each are compared with the first variant's, and the agreement stands beside the
+    speed. Start it again after an interruption, and it does only what is missing.
 
     Examples:
 
         flyweight bench latency smollm2-135m out/gptq-int4 out/w8a8-smooth --workload interactive
 
-        flyweight bench latency preset:qwen3-8b:bf16 preset:qwen3-8b:int4 --backend native -o result.jsonl
+        flyweight bench latency preset:qwen3-8b:bf16 preset:qwen3-8b:int4 --backend native -o
+            result.jsonl
 
-        flyweight bench latency original=./qwen3-4b w8a8=./qwen3-4b-w8a8 --batch 4 --input 512 --output 128 --repeats 10
+        flyweight bench latency original=./qwen3-4b w8a8=./qwen3-4b-w8a8 --batch 4 --input 512
+            --output 128 --repeats 10
 
-        flyweight bench latency ./qwen3-8b-awq --backend vllm --quantization awq_marlin --tensor-parallel 2
+        flyweight bench latency ./qwen3-8b-awq --backend vllm --quantization awq_marlin
+            --tensor-parallel 2
 
-        flyweight bench latency smollm2-135m --speculate ngram --text report.txt --batch 1 --input 512 --output 128
+        flyweight bench latency smollm2-135m --speculate ngram --text report.txt --batch 1 --input
+            512 --output 128
     """
     from dataclasses import replace
 
@@ -77,30 +149,68 @@ def latency(
 
     own = [value for value in (batch, input, output) if value is not None]
     if own and (workload or len(own) < 3):
-        raise OptionError("a workload of one's own needs --batch, --input and --output, and no --workload")
-    works = [workloads.Workload(None, *own)] if own else [workloads.find(name) for name in workload or workloads.LATENCY]
+        raise OptionError(
+            "a workload of one's own needs --batch, --input and --output, and no --workload"
+        )
+    works = (
+        [workloads.Workload(None, *own)]
+        if own
+        else [workloads.find(name) for name in workload or workloads.LATENCY]
+    )
     if text is not None:  # rows of texts are none of random tokens
         works = [replace(work, name=f"{work.name or 'own'} of {text.name}") for work in works]
-    plan = Plan(TABLES["latency"], works, repeats=repeats, seed=seed, check=check, together=not one_at_a_time, text=text)
-    run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
+    plan = Plan(
+        TABLES["latency"],
+        works,
+        repeats=repeats,
+        seed=seed,
+        check=check,
+        together=not one_at_a_time,
+        text=text,
+    )
+    run(
+        plan,
+        models,
+        backend,
+        out,
+        model_name=model_name,
+        as_json=as_json,
+        options=engine_options(
+            device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling
+        ),
+    )
 
 
 def speed(
-    models: Models, backend: Backends = None, out: Out = Path("result.jsonl"),
-    input: Annotated[list[int] | None, typer.Option(min=1, help="Input lengths; default: 1, 6144, 14336, 30720.")] = None,
+    models: Models,
+    backend: Backends = None,
+    out: Out = Path("result.jsonl"),
+    input: Annotated[
+        list[int] | None, typer.Option(min=1, help="Input lengths; default: 1, 6144, 14336, 30720.")
+    ] = None,
     output: Annotated[int, typer.Option("--output", min=2, help="Tokens to generate.")] = 2048,
-    repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None,
-    device: Device = None, threads: Threads = None,
-    dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
-    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
-    option: Extra = None, sampling: Sampling = None, as_json: Json = False,
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    check: Check = True,
+    model_name: Name = None,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
+    speculate: Speculate = None,
+    quantization: Quantization = None,
+    tensor_parallel: TensorParallel = 1,
+    url: Url = None,
+    option: Extra = None,
+    sampling: Sampling = None,
+    as_json: Json = False,
 ) -> None:
     """Tokens per second and peak memory of one prompt, by input length.
 
-    Both ways of counting: all output tokens over the whole time, prefill included, and decode only. The engine is started
-    for each length, with a cache for exactly that much, so that the memory is that length's own (engines that take all
-    memory at their start are started once, and their memory says nothing).
+    Both ways of counting: all output tokens over the whole time, prefill included, and decode only.
+    The engine is started for each length, with a cache for exactly that much, so that the memory is
+    that length's own (engines that take all memory at their start are started once, and their
+    memory says nothing).
 
     Examples:
 
@@ -111,29 +221,57 @@ def speed(
     from flyweight.bench import workloads
     from flyweight.bench.sweep import TABLES, Plan
 
-    works = [workloads.Workload(None, 1, length, output) for length in input or workloads.SPEED_INPUTS]
+    works = [
+        workloads.Workload(None, 1, length, output) for length in input or workloads.SPEED_INPUTS
+    ]
     plan = Plan(TABLES["speed"], works, repeats=repeats, seed=seed, check=check, together=False)
-    run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
+    run(
+        plan,
+        models,
+        backend,
+        out,
+        model_name=model_name,
+        as_json=as_json,
+        options=engine_options(
+            device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling
+        ),
+    )
 
 
 def throughput(
-    models: Models, backend: Backends = None, out: Out = Path("result.jsonl"),
-    prompts: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; default: 100 and 1000.")] = None,
+    models: Models,
+    backend: Backends = None,
+    out: Out = Path("result.jsonl"),
+    prompts: Annotated[
+        list[int] | None, typer.Option(min=1, help="How many at once; default: 100 and 1000.")
+    ] = None,
     input: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1000,
     output: Annotated[int, typer.Option("--output", min=1, help="Tokens of each answer.")] = 100,
-    sequences: Annotated[int, typer.Option(min=1, help="Most prompts in work at once; the others wait.")] = 256,
-    repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None,
-    device: Device = None, threads: Threads = None,
-    dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
-    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
-    option: Extra = None, sampling: Sampling = None, as_json: Json = False,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Most prompts in work at once; the others wait.")
+    ] = 256,
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    check: Check = True,
+    model_name: Name = None,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
+    speculate: Speculate = None,
+    quantization: Quantization = None,
+    tensor_parallel: TensorParallel = 1,
+    url: Url = None,
+    option: Extra = None,
+    sampling: Sampling = None,
+    as_json: Json = False,
 ) -> None:
     """Requests and tokens per second when many prompts are there at once.
 
     Examples:
 
-        flyweight bench throughput preset:qwen2-7b:bf16 preset:qwen2-7b:int4 --prompts 100 --prompts 1000
+        flyweight bench throughput preset:qwen2-7b:bf16 preset:qwen2-7b:int4 --prompts 100 --prompts
+            1000
 
         flyweight bench throughput smollm2-135m --prompts 8 --input 64 --output 16 --device cpu
     """
@@ -141,14 +279,39 @@ def throughput(
     from flyweight.bench.sweep import TABLES, Plan
 
     works = [workloads.Workload(None, count, input, output) for count in prompts or (100, 1000)]
-    plan = Plan(TABLES["throughput"], works, repeats=repeats, seed=seed, check=check, together=False, sequences=sequences)
-    run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
+    plan = Plan(
+        TABLES["throughput"],
+        works,
+        repeats=repeats,
+        seed=seed,
+        check=check,
+        together=False,
+        sequences=sequences,
+    )
+    run(
+        plan,
+        models,
+        backend,
+        out,
+        model_name=model_name,
+        as_json=as_json,
+        options=engine_options(
+            device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling
+        ),
+    )
 
 
-def engine_options(device: str | None, dtype: str | None, quantization: str | None, tensor_parallel: int, url: str | None,
-                   pairs: Sequence[str] | None, kv_dtype: str | None = None,
-                   speculate: str | None = None, sampling: str | None = None) -> EngineOptions:
+def engine_options(
+    device: str | None,
+    dtype: str | None,
+    quantization: str | None,
+    tensor_parallel: int,
+    url: str | None,
+    pairs: Sequence[str] | None,
+    kv_dtype: str | None = None,
+    speculate: str | None = None,
+    sampling: str | None = None,
+) -> EngineOptions:
     from flyweight.backends.base import EngineOptions
     from flyweight.bench.cases import parse_sampling
 
@@ -162,12 +325,27 @@ def engine_options(device: str | None, dtype: str | None, quantization: str | No
             extra[key] = json.loads(value)
         except ValueError:
             extra[key] = value
-    return EngineOptions(device=device, dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel, url=url,
-                         extra=extra, sampling=parse_sampling(sampling))
+    return EngineOptions(
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        tensor_parallel=tensor_parallel,
+        url=url,
+        extra=extra,
+        sampling=parse_sampling(sampling),
+    )
 
 
-def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: Path, *, options: EngineOptions,
-        model_name: str | None, as_json: bool) -> None:
+def run(
+    plan: Plan,
+    models: Sequence[str],
+    backends: Sequence[str] | None,
+    out: Path,
+    *,
+    options: EngineOptions,
+    model_name: str | None,
+    as_json: bool,
+) -> None:
     from dataclasses import replace
 
     from flyweight.bench.cases import make_cases
@@ -183,7 +361,8 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
     def listen(text: str) -> None:
         typer.echo(text, err=True)
 
-    plan = replace(plan, device=device.type, check=plan.check and not options.sampling)  # what is drawn has no reference
+    # what is drawn has no reference
+    plan = replace(plan, device=device.type, check=plan.check and not options.sampling)
     sweep = Sweep(plan, file, environment, listen)
     with resumable(out):
         rows = sweep.run(cases)
@@ -196,7 +375,9 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
 
 
 def close(rows: Sequence[Row], out: Path, missed: Sequence[str] = ()) -> None:
-    """The last words; exit code 1 where nothing could be measured, or what was measured is wrong."""
+    """The last words; exit code 1 where nothing could be measured, or what was measured
+    is wrong.
+    """
     for reason in missed:
         typer.echo(f"flyweight: {reason}; its rows in {out} are marked as failed", err=True)
     if missed:
@@ -204,7 +385,10 @@ def close(rows: Sequence[Row], out: Path, missed: Sequence[str] = ()) -> None:
     if not any(row["status"] == "ok" for row in rows):
         typer.echo(f"flyweight: nothing could be measured; the reasons are in {out}", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
+    typer.echo(
+        f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures",
+        err=True,
+    )
 
 
 @contextlib.contextmanager
@@ -213,7 +397,9 @@ def resumable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"finished rows are in {out}, and the same command goes on from there") from None
+        raise KeyboardInterrupt(
+            f"finished rows are in {out}, and the same command goes on from there"
+        ) from None
 
 
 def table(rows: Sequence[Row], plan: Plan) -> str:
@@ -226,11 +412,18 @@ def table(rows: Sequence[Row], plan: Plan) -> str:
     cells: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["status"] == "ok":
-            numbers = [f"{name} {row[name]}" for name in ("batch", "prompts", "input", "output") if name in row]
+            numbers = [
+                f"{name} {row[name]}"
+                for name in ("batch", "prompts", "input", "output")
+                if name in row
+            ]
             what = row.get("workload") or ", ".join(numbers)
             cells.setdefault((row["scheme"], row["backend"], what), []).append(row)
-    figures = [name for name in (*plan.table.figures, "share_of_limit", "allocated_gb", "agreement")
-               if any(row.get(name) is not None for row in rows)]
+    figures = [
+        name
+        for name in (*plan.table.figures, "share_of_limit", "allocated_gb", "agreement")
+        if any(row.get(name) is not None for row in rows)
+    ]
     lines = []
     for key, found in cells.items():
         shown = []
@@ -238,6 +431,13 @@ def table(rows: Sequence[Row], plan: Plan) -> str:
             values = [row[name] for row in found if row.get(name) is not None]
             spread = summarize(values) if values else None
             text = plain(spread.median) if spread else "–"
-            shown.append(text + (f" ({plain(spread.p10)}–{plain(spread.p90)})" if spread and spread.p10 is not None else ""))
+            shown.append(
+                text
+                + (
+                    f" ({plain(spread.p10)}–{plain(spread.p90)})"
+                    if spread and spread.p10 is not None
+                    else ""
+                )
+            )
         lines.append((*key, str(len(found)), *shown))
     return pipe_table(Table("", ("scheme", "backend", "work", "runs", *figures), tuple(lines)))

@@ -17,9 +17,9 @@ from flyweight.commands.generate import (
     Fraction,
     Head,
     KvDtype,
-    PromptDtype,
     Native,
     Offload,
+    PromptDtype,
     Speculate,
     Threads,
     load,
@@ -39,12 +39,24 @@ MAX_TOKENS = 1024
 
 def chat(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer; fewer where the context ends.")] = MAX_TOKENS,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token; default: as the model asks.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
-    think: Annotated[bool | None, typer.Option(help="For models that can think before they answer.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the conversation.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens of one answer; fewer where the context ends.")
+    ] = MAX_TOKENS,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token; default: as the model asks.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens up to this share.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same conversation.")
+    ] = None,
+    think: Annotated[
+        bool | None, typer.Option(help="For models that can think before they answer.")
+    ] = None,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
@@ -57,10 +69,11 @@ def chat(
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
 ) -> None:
-    """Talk with a model. Lines can be edited and are remembered; Ctrl-C stops an answer and not the program.
+    """Talk with a model. Lines can be edited and are remembered; Ctrl-C stops an answer and not the
+    program.
 
-    /help lists the commands: /reset, /system, /set, /save, /load, /exit. A message of several lines can be pasted, or
-    typed between lines of three quotes.
+    /help lists the commands: /reset, /system, /set, /save, /load, /exit. A message of several lines
+    can be pasted, or typed between lines of three quotes.
 
     Examples:
 
@@ -73,9 +86,19 @@ def chat(
     from flyweight.engine.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
-               prompt_dtype=prompt_dtype,
-               speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction)
+    llm = load(
+        model,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        head=head,
+        native=native,
+        offload=offload,
+        prompt_dtype=prompt_dtype,
+        speculate=speculate,
+        max_model_len=max_model_len,
+        memory_fraction=memory_fraction,
+    )
     params = params.with_defaults({**LIVELY, **llm.sampling_defaults})
     template = {} if think is None else {"enable_thinking": think}
     conversation = Conversation(params, system=system)

@@ -1,4 +1,6 @@
-"""`flyweight doctor`: whether this machine runs Flyweight well, and what to put into a bug report."""
+"""`flyweight doctor`: whether this machine runs Flyweight well, and what to put into a
+bug report.
+"""
 
 from __future__ import annotations
 

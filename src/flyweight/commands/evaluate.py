@@ -24,32 +24,56 @@ BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text h
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Names, folders, hub ids or GGUF files; the first is the original.")],
-    text: Annotated[str, typer.Option(help="A plain text file, UTF-8; built-in: two pages of prose.")] = BUILT_IN,
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Names, folders, hub ids or GGUF files; the first is the original."),
+    ],
+    text: Annotated[
+        str, typer.Option(help="A plain text file, UTF-8; built-in: two pages of prose.")
+    ] = BUILT_IN,
     window: Annotated[int, typer.Option(min=2, help="Tokens the model sees at a time.")] = 512,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens from one window to the next; default: the window.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")] = None,
-    served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
-    head: Annotated[str | None, typer.Option(
-        help="Bits of the head of every model but the original: int8, int4 or stored; default: as each asks for, else as stored.")] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens from one window to the next; default: the window."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")
+    ] = None,
+    served: Annotated[
+        bool,
+        typer.Option("--served", help="With the kernels of serving instead of the exact ones."),
+    ] = False,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Bits of the head of every model but the original: int8, int4 or stored; "
+            "default: as "
+            "each asks for, else as stored."
+        ),
+    ] = None,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
     kv_dtype: KvDtype = None,
     prompt_dtype: PromptDtype = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the rows of --json to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Append the rows of --json to this file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an environment row and a result row per model.")
+    ] = False,
 ) -> None:
     """Measure perplexity on a text: exp of the mean negative log-likelihood, lower is better.
 
-    With several models, the others are also compared with the first: the KL divergence of their predictions from its own,
-    and how often both find the same next token likeliest.
+    With several models, the others are also compared with the first: the KL divergence of their
+    predictions from its own, and how often both find the same next token likeliest.
 
-    --kv-dtype shows keys and values as a KV cache of that type would hold them; with several models to all but the first, so
-    that naming a model twice compares it with itself.
+    --kv-dtype shows keys and values as a KV cache of that type would hold them; with several models
+    to all but the first, so that naming a model twice compares it with itself.
 
-    Windows do not overlap unless --stride is smaller; then each token has at least window − stride tokens before it.
-    Models whose tokenizer begins a text with BOS see one at the beginning of every window.
+    Windows do not overlap unless --stride is smaller; then each token has at least window − stride
+    tokens before it. Models whose tokenizer begins a text with BOS see one at the beginning of
+    every window.
 
     Examples:
 
@@ -66,32 +90,53 @@ def evaluate(
     from flyweight.quant.evaluate import Remembered, compare, perplexity
     from flyweight.quant.subject import load_subject
 
-    results = ResultFile(output) if output is not None else None  # first: a file that cannot be written shows at once
+    # first: a file that cannot be written shows at once
+    results = ResultFile(output) if output is not None else None
 
     console = Console(stderr=True, highlight=False)
     first, original, rows = None, None, []
     for name in models:
         with console.status(f"Loading {name} …"):
-            own = first is None and len(models) > 1  # the original's head and cache stay as its files ask for
-            subject = load_subject(name, content, device=device, dtype=dtype, exact=not served,
-                                   head=None if own else head, kv_dtype=None if own else kv_dtype,
-                                   prompt_dtype=None if own else prompt_dtype)
+            # the original's head and cache stay as its files ask for
+            own = first is None and len(models) > 1
+            subject = load_subject(
+                name,
+                content,
+                device=device,
+                dtype=dtype,
+                exact=not served,
+                head=None if own else head,
+                kv_dtype=None if own else kv_dtype,
+                prompt_dtype=None if own else prompt_dtype,
+            )
         if window + (subject.bos is not None) > subject.decoder.config.context_length:
-            raise OptionError(f"--window {window} is more than the context of {subject.decoder.config.context_length} tokens")
+            raise OptionError(
+                f"--window {window} is more than the context of "
+                f"{subject.decoder.config.context_length} tokens"
+            )
         if first is not None and subject.ids != first.ids:
-            raise OptionError(f"{name} cuts the text into other tokens than {models[0]}: they cannot be compared")
+            raise OptionError(
+                f"{name} cuts the text into other tokens than {models[0]}: they cannot be compared"
+            )
         with show_progress(console) as update:
             options = dict(window=window, stride=stride, bos=subject.bos, progress=update)
             if first is None or original is None:
                 original = Remembered(subject.decoder) if len(models) > 1 else subject.decoder
                 batch = 8 if subject.decoder.device.type == "cuda" else 1
-                result, agreement = perplexity(original, subject.ids[:tokens], batch=batch, **options), None
+                result, agreement = (
+                    perplexity(original, subject.ids[:tokens], batch=batch, **options),
+                    None,
+                )
             else:
-                result, agreement = compare(original, subject.decoder, subject.ids[:tokens], **options)
+                result, agreement = compare(
+                    original, subject.decoder, subject.ids[:tokens], **options
+                )
         first = first or subject
         asked = {} if own else {"head": head, "prompt_dtype": prompt_dtype}
-        rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served)
-                    | {key: value for key, value in asked.items() if value})
+        rows.append(
+            result_row(result, agreement, subject, model=name, text=text, exact=not served)
+            | {key: value for key, value in asked.items() if value}
+        )
     assert first is not None
     complete = complete_rows(rows, first.decoder.device)
     if results is not None:
@@ -117,25 +162,51 @@ def read_text(source: str, option: str = "--text") -> str:
     return content
 
 
-def result_row(result: Perplexity, agreement: Agreement | None, subject: Subject, *, model: str, text: str,
-               exact: bool) -> dict[str, Any]:
+def result_row(
+    result: Perplexity,
+    agreement: Agreement | None,
+    subject: Subject,
+    *,
+    model: str,
+    text: str,
+    exact: bool,
+) -> dict[str, Any]:
     """What was measured of one model, under the names that every benchmark uses."""
     from flyweight.bench.facts import checkpoint_facts
 
     dtype = str(subject.decoder.dtype).removeprefix("torch.")
     row = checkpoint_facts(model).fields() | dict(
-        kv_dtype=subject.kv_dtype, dtype=dtype, tool="flyweight", exact=exact, perplexity=result.perplexity,
-        perplexity_error=result.error, text=text, window=result.window, stride=result.stride, bos=result.bos,
-        tokens=result.tokens, seconds=round(result.seconds, 3), tokens_per_second=round(result.tokens_per_second, 2))
+        kv_dtype=subject.kv_dtype,
+        dtype=dtype,
+        tool="flyweight",
+        exact=exact,
+        perplexity=result.perplexity,
+        perplexity_error=result.error,
+        text=text,
+        window=result.window,
+        stride=result.stride,
+        bos=result.bos,
+        tokens=result.tokens,
+        seconds=round(result.seconds, 3),
+        tokens_per_second=round(result.tokens_per_second, 2),
+    )
     if agreement is not None:
-        row |= dict(kl=agreement.kl, kl_error=agreement.kl_error, top1_agreement=agreement.top1,
-                    log_ratio=agreement.log_ratio, log_ratio_error=agreement.log_ratio_error)
+        row |= dict(
+            kl=agreement.kl,
+            kl_error=agreement.kl_error,
+            top1_agreement=agreement.top1,
+            log_ratio=agreement.log_ratio,
+            log_ratio_error=agreement.log_ratio_error,
+        )
     return row
 
 
 def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
     if len(rows) == 1:
-        typer.echo(f"perplexity {rows[0]['perplexity']:.4f} ± {rows[0]['perplexity_error']:.4f} (standard error)")
+        typer.echo(
+            f"perplexity {rows[0]['perplexity']:.4f} ± {rows[0]['perplexity_error']:.4f} "
+            f"(standard error)"
+        )
     else:
         from rich.console import Console
         from rich.table import Column, Table
@@ -144,16 +215,32 @@ def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
         for heading in ("size", "bits", "perplexity", "change", "KL", "top-1"):
             table.add_column(heading, no_wrap=True)
         for model, row in zip(models, rows, strict=True):
-            compared = ("", "", "") if "kl" not in row else (
-                f"{100 * math.expm1(row['log_ratio']):+.2f} ± {100 * row['log_ratio_error']:.2f} %", f"{row['kl']:.5f}",
-                f"{100 * row['top1_agreement']:.2f} %")
-            table.add_row(model, f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
-                          f"{row['perplexity']:.3f} ± {row['perplexity_error']:.2f}", *compared)
+            compared = (
+                ("", "", "")
+                if "kl" not in row
+                else (
+                    f"{100 * math.expm1(row['log_ratio']):+.2f} ± "
+                    f"{100 * row['log_ratio_error']:.2f} "
+                    f"%",
+                    f"{row['kl']:.5f}",
+                    f"{100 * row['top1_agreement']:.2f} %",
+                )
+            )
+            table.add_row(
+                model,
+                f"{1000 * row['size_gb']:,.0f} MB",
+                f"{row['bits_per_weight']:.2f}",
+                f"{row['perplexity']:.3f} ± {row['perplexity_error']:.2f}",
+                *compared,
+            )
         Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
     row = rows[0]
     beginning = "BOS before each window" if row["bos"] else "no BOS"
-    typer.echo(f"{row['tokens']:,} tokens scored, window {row['window']}, stride {row['stride']}, {beginning}, "
-               f"{row['seconds']:.1f} s, {row['tokens_per_second']:.1f} tok/s")
+    typer.echo(
+        f"{row['tokens']:,} tokens scored, window {row['window']}, stride {row['stride']}, "
+        f"{beginning}, "
+        f"{row['seconds']:.1f} s, {row['tokens_per_second']:.1f} tok/s"
+    )
 
 
 def complete_rows(rows: list[dict[str, Any]], device: Any) -> list[dict[str, Any]]:
@@ -173,8 +260,9 @@ class show_progress:
 
     def __enter__(self) -> Any:
         self.progress.start()
-        return lambda done, total, value: self.progress.update(self.task, completed=done, total=total,
-                                                               description=f"{value:.3f}")
+        return lambda done, total, value: self.progress.update(
+            self.task, completed=done, total=total, description=f"{value:.3f}"
+        )
 
     def __exit__(self, *_: Any) -> None:
         self.progress.stop()

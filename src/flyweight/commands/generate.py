@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flyweight import garbage
 from flyweight.commands.stopping import interruptible
 from flyweight.cpu import use_threads
-from flyweight import garbage
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,45 +22,126 @@ if TYPE_CHECKING:
     from flyweight.engine.stream import Stream
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU if there is one.")]
-Fraction = Annotated[float | None, typer.Option(min=0, max=1, help="Of the device's memory, for weights and KV cache together "
-                                                "(CPU: of what is free, for the cache alone); 0.9 (CPU: 0.25).")]
+Fraction = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Of the device's memory, for "
+        "weights and KV cache together "
+        "(CPU: of what is free, for the cache alone); 0.9 "
+        "(CPU: 0.25).",
+    ),
+]
 Context = Annotated[int | None, typer.Option(min=2, help="Longest context to make room for.")]
-Threads = Annotated[int | None, typer.Option(min=1, callback=use_threads,
-                                             help="Of a CPU; the cores that this process may use.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own. A "
-                                            "CPU without 16-bit arithmetic computes in float32.")]
-Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; default: as the model asks for, else as stored.")]
-KvDtype = Annotated[str | None, typer.Option(help="Of the KV cache: fp8 or int8 (half the memory), model (the type of activations) "
-                                             "or auto, as the model's files ask for: the default.")]
-Speculate = Annotated[str | None, typer.Option(help="Guess tokens and check several in one step: ngram (from the text so far), "
-                                                "model:NAME (a smaller model's), eagle3:FOLDER or mtp (a head's on the model's hidden "
-                                                "states), auto (as far as it pays) or off: the default. "
-                                                "The answer stays the same.")]
-PromptDtype = Annotated[str | None, typer.Option(help="Of 4-bit weights: int8 or fp8, in which steps of more than 256 tokens "
-                                                 "multiply; faster prompts, less exact. Off unless given.")]
-Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay in the host's memory and come over the bus for "
-                                     "each step; for models somewhat larger than the GPU.")]
-Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
-                                             "of their file, or torch's; where they can run the model, unless given.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, callback=use_threads, help="Of a CPU; the cores that this process may use."
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, float16 or bfloat16; float32 on a CPU, "
+        "else the model's own. A "
+        "CPU without 16-bit arithmetic computes in float32."
+    ),
+]
+Head = Annotated[
+    str | None,
+    typer.Option(
+        help="Bits of the head: int8, int4 or stored; default: "
+        "as the model asks for, else as stored."
+    ),
+]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the KV cache: fp8 or int8 (half the "
+        "memory), model (the type of activations) "
+        "or auto, as the model's files ask for: the default."
+    ),
+]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        help="Guess tokens and check several in one step: "
+        "ngram (from the text so far), "
+        "model:NAME (a smaller model's), eagle3:FOLDER or "
+        "mtp (a head's on the model's hidden "
+        "states), auto (as far as it pays) or off: the "
+        "default. "
+        "The answer stays the same."
+    ),
+]
+PromptDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of 4-bit weights: int8 or fp8, in which "
+        "steps of more than 256 tokens "
+        "multiply; faster prompts, less exact. Off "
+        "unless given."
+    ),
+]
+Offload = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="On a GPU: so many layers stay in the host's "
+        "memory and come over the bus for "
+        "each step; for models somewhat larger than the GPU.",
+    ),
+]
+Native = Annotated[
+    bool | None,
+    typer.Option(
+        "--native/--no-native",
+        help="On a CPU: kernels in C that read weights in the bits "
+        "of their file, or torch's; where they can run the "
+        "model, unless given.",
+    ),
+]
 
 ADAPTED = "adapter"  # the name of the only one
-Adapter = Annotated[list[str] | None, typer.Option(
-    metavar="NAME=FOLDER", help="A LoRA adapter of PEFT, by the name that requests call it; may be repeated.")]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter of PEFT, by the name that requests call it; may be repeated.",
+    ),
+]
 
 
 def generate(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
-    prompt: Annotated[str, typer.Option(help="The text to complete; - reads it from standard input.")],
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate; 256, fewer where the context ends.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token; default: as the model asks.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")] = None,
+    prompt: Annotated[
+        str, typer.Option(help="The text to complete; - reads it from standard input.")
+    ],
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate; 256, fewer where the context ends.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token; default: as the model asks.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens up to this share.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep so many tokens; 0 keeps all.")] = None,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 makes tokens seen before less likely.")] = None,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 makes tokens seen before less likely.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this string; can be given several times.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this string; can be given several times.")
+    ] = None,
     n: Annotated[int, typer.Option("-n", help="How many answers.")] = 1,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
@@ -72,16 +153,21 @@ def generate(
     speculate: Speculate = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
-    adapter: Annotated[str | None, typer.Option(metavar="FOLDER", help="Answer with this LoRA adapter of PEFT.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Answer with this LoRA adapter of PEFT.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Complete a prompt. The text appears as it is made, in a pipe or file too; the speed goes to standard error.
+    """Complete a prompt. The text appears as it is made, in a pipe or file too; the speed goes to
+    standard error.
 
-    Ctrl-C and SIGTERM stop the answer: what was made by then is written, with --json as a whole object.
+    Ctrl-C and SIGTERM stop the answer: what was made by then is written, with --json as a whole
+    object.
 
     Examples:
 
-        flyweight generate smollm2-135m --prompt "The capital of France is" --max-tokens 32 --temperature 0
+        flyweight generate smollm2-135m --prompt "The capital of France is" --max-tokens 32
+            --temperature 0
 
         flyweight generate smollm2-135m --chat --prompt "What is gravity?" --seed 1 --json
 
@@ -89,21 +175,44 @@ def generate(
     """
     from flyweight.engine.request import SamplingParams
 
-    sampling: dict[str, Any] = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
-                                    repetition_penalty=repetition_penalty, stop=stop or ())
+    sampling: dict[str, Any] = dict(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        n=n,
+        repetition_penalty=repetition_penalty,
+        stop=stop or (),
+    )
     if max_tokens is not None:
         sampling["max_tokens"] = max_tokens
     SamplingParams(**sampling)  # refused before a model is loaded
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:
-        raise OptionError(f"standard input is not {error.encoding} text ({error.reason} at byte {error.start + 1})") from None
+        raise OptionError(
+            f"standard input is not {error.encoding} text ({error.reason} at byte "
+            f"{error.start + 1})"
+        ) from None
     if not text:
-        raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
-    llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
-               prompt_dtype=prompt_dtype,
-               speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction,
-               adapters={ADAPTED: adapter} if adapter else None)
+        raise OptionError(
+            "the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input"
+        )
+    llm = load(
+        model,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        head=head,
+        native=native,
+        offload=offload,
+        prompt_dtype=prompt_dtype,
+        speculate=speculate,
+        max_model_len=max_model_len,
+        memory_fraction=memory_fraction,
+        adapters={ADAPTED: adapter} if adapter else None,
+    )
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()
     stream = llm.stream(asked, adapter=ADAPTED if adapter else None, **sampling)
@@ -119,7 +228,11 @@ def generate(
     if drafted := sum(completion.drafted_tokens for completion in output.completions):
         accepted = sum(completion.accepted_tokens for completion in output.completions)
         guessed = f"; {accepted} of {drafted} guesses right"
-    typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included{guessed}{end}", err=True)
+    typer.echo(
+        f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt "
+        f"included{guessed}{end}",
+        err=True,
+    )
     if stopped:
         raise typer.Exit(128 + stopped)
 
@@ -138,7 +251,9 @@ def adapters_of(given: list[str]) -> dict[str, str]:
 
 
 def load(model: str, **options: Any) -> LLM:
-    """With a line on standard error while it takes its seconds, and one about the memory it takes."""
+    """With a line on standard error while it takes its seconds, and one about the
+    memory it takes.
+    """
     from rich.console import Console
 
     with Console(stderr=True).status(f"Loading {model} …"), garbage.paused():
@@ -170,7 +285,14 @@ def as_row(model: str, output: Output) -> dict[str, Any]:
     completions = []
     for completion in output.completions:
         timing = completion.timing
-        times = {"ttft_s": (timing.first_token or timing.arrival) - timing.arrival,
-                 "total_s": (timing.finished or timing.arrival) - timing.arrival}
+        times = {
+            "ttft_s": (timing.first_token or timing.arrival) - timing.arrival,
+            "total_s": (timing.finished or timing.arrival) - timing.arrival,
+        }
         completions.append(dataclasses.asdict(completion) | {"timing": times})
-    return {"model": model, "prompt": output.prompt, "prompt_tokens": len(output.prompt_token_ids), "completions": completions}
+    return {
+        "model": model,
+        "prompt": output.prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completions": completions,
+    }

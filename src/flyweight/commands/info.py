@@ -62,7 +62,8 @@ class LaidNatively:
 
 
 def kernels_by_rows(linear: FusedLinear) -> str:
-    """` (gemv, from 5 rows gemm_small)`, or nothing where one kernel multiplies any number of rows.
+    """` (gemv, from 5 rows gemm_small)`, or nothing where one kernel multiplies any
+    number of rows.
     """
     found: list[tuple[int, str]] = []
     for rows in ROWS:
@@ -78,7 +79,8 @@ def kernels_by_rows(linear: FusedLinear) -> str:
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
     offload: Annotated[
-        int, typer.Option(min=0, help="How fast it could be with so many layers in the host's memory.")
+        int,
+        typer.Option(min=0, help="How fast it could be with so many layers in the host's memory."),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -116,13 +118,20 @@ def info(
             device=device,
             dtype=torch.float16 if reason is None else dtype,
         )
-    except FlyweightError as error:  # an architecture that is not run here still has files to describe
+    except (
+        FlyweightError
+    ) as error:  # an architecture that is not run here still has files to describe
         why_not = str(error)
     executor = None if device.type == "cuda" else executor_words(reason)
     streamed = _offload_plan(summary, machine, offload, device)
     if as_json:
-        facts = summary.to_dict() | {"machine": machine and machine.to_dict(), "runs": machine is not None, "why_not": why_not,
-                                     "executor": executor, "offload": streamed and streamed.to_dict()}
+        facts = summary.to_dict() | {
+            "machine": machine and machine.to_dict(),
+            "runs": machine is not None,
+            "why_not": why_not,
+            "executor": executor,
+            "offload": streamed and streamed.to_dict(),
+        }
         typer.echo(json.dumps(facts))
     else:
         _show(summary, machine, why_not, executor, streamed)
@@ -135,10 +144,14 @@ def _offload_plan(summary: Any, machine: Any, layers: int, device: Any) -> Any:
 
     if machine is None or device.type != "cuda":
         if layers:
-            raise OptionError("--offload moves layers out of a GPU's memory, and there is no GPU here")
+            raise OptionError(
+                "--offload moves layers out of a GPU's memory, and there is no GPU here"
+            )
         return None
     if not layers and not machine.kv_bytes:
-        layers = needed(summary, machine, int(summary.memory - machine.kv_fraction * machine.memory_bytes))
+        layers = needed(
+            summary, machine, int(summary.memory - machine.kv_fraction * machine.memory_bytes)
+        )
     return plan(summary, machine, layers, bus_gb_s=host_bandwidth(device)) if layers > 0 else None
 
 
@@ -178,7 +191,9 @@ def summarize_for(checkpoint: Checkpoint, device: Device, *, native: bool) -> An
     )
 
 
-def _show(summary: Any, machine: Any, why_not: str | None, executor: str | None, streamed: Any = None) -> None:
+def _show(
+    summary: Any, machine: Any, why_not: str | None, executor: str | None, streamed: Any = None
+) -> None:
     bits = ", ".join(f"{scheme} {bits:.2f}" for scheme, bits in summary.bits_by_scheme().items())
     tied = "tied" if summary.tied_embeddings else "not tied"
     facts = {
@@ -188,7 +203,8 @@ def _show(summary: Any, machine: Any, why_not: str | None, executor: str | None,
         "parameters": f"{summary.parameters / 1e6:,.1f} M, {summary.dtype}, embeddings {tied}",
         "quantization": summary.quantization or "none",
         "runs here": f"no: {why_not}" if why_not else "yes",
-        "bits per weight": f"{summary.linear_bits:.2f} in the layers, {summary.file_bits:.2f} over the whole file ({bits})",
+        "bits per weight": f"{summary.linear_bits:.2f} in the layers, {summary.file_bits:.2f} "
+        f"over the whole file ({bits})",
         "vocabulary": f"{summary.vocabulary:,}" if summary.vocabulary else "?",
         "context": f"{summary.context_length:,} tokens" if summary.context_length else "?",
         "on disk": f"{decimal(summary.disk)} in {summary.folder}",
@@ -199,8 +215,10 @@ def _show(summary: Any, machine: Any, why_not: str | None, executor: str | None,
     if streamed is not None:
         facts["offload"] = (
             f"--offload {streamed.layers}: {streamed.layers} of {streamed.of} layers "
-            f"({decimal(streamed.host_bytes)}) in the host's memory free {decimal(streamed.freed_bytes)}; at most "
-            f"{streamed.limit_tok_s:,.1f} tokens/s, {streamed.bus_gb_s:,.1f} GB/s measured over the bus"
+            f"({decimal(streamed.host_bytes)}) in the host's memory free "
+            f"{decimal(streamed.freed_bytes)}; at most "
+            f"{streamed.limit_tok_s:,.1f} tokens/s, {streamed.bus_gb_s:,.1f} GB/s measured over "
+            f"the bus"
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for name, value in facts.items():
@@ -233,8 +251,12 @@ def _machine_facts(machine: Any) -> dict[str, str]:
 def _table(summary: Any) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for heading in ("layers", "module", "scheme", "shape", "bits", "size", "kernel"):
-        table.add_column(heading, justify="right" if heading in ("bits", "size") else "left",
-                         no_wrap=heading in ("shape", "bits", "size"), overflow="fold")
+        table.add_column(
+            heading,
+            justify="right" if heading in ("bits", "size") else "left",
+            no_wrap=heading in ("shape", "bits", "size"),
+            overflow="fold",
+        )
     for group in summary.groups:
         table.add_row(
             ranges(group.layers),

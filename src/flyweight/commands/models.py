@@ -22,7 +22,8 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON array.")]
 
 
 def models(as_json: AsJSON = False) -> None:
-    """List the models on this machine: those of our cache, and those fetched from the Hugging Face hub.
+    """List the models on this machine: those of our cache, and those fetched from the Hugging Face
+    hub.
 
     Examples:
 
@@ -35,18 +36,34 @@ def models(as_json: AsJSON = False) -> None:
 
     found = cached_models()
     if as_json:
-        typer.echo(json.dumps([
-            {"name": model.name, "source": model.source, "folder": str(model.folder), "bytes": model.bytes,
-             "modified": model.modified} for model in found]))
+        typer.echo(
+            json.dumps(
+                [
+                    {
+                        "name": model.name,
+                        "source": model.source,
+                        "folder": str(model.folder),
+                        "bytes": model.bytes,
+                        "modified": model.modified,
+                    }
+                    for model in found
+                ]
+            )
+        )
         return
     if not found:
         typer.echo("No models yet; `flyweight pull smollm2-135m` gets one.")
         return
-    rows = [(model.name, decimal(model.bytes), model.source, day(model.modified)) for model in found]
+    rows = [
+        (model.name, decimal(model.bytes), model.source, day(model.modified)) for model in found
+    ]
     show(("model", "size", "from", "changed"), rows)
     if made := total_bytes(files()):
-        typer.echo(f"Beside them {decimal(made)} of weights as the CPU's kernels read them, made again when needed: {folder()}",
-                   err=True)
+        typer.echo(
+            f"Beside them {decimal(made)} of weights as the CPU's kernels read them, made "
+            f"again when needed: {folder()}",
+            err=True,
+        )
 
 
 def list_models(as_json: AsJSON = False) -> None:
@@ -62,7 +79,9 @@ def list_models(as_json: AsJSON = False) -> None:
 
 
 def rm(
-    names: Annotated[list[str], typer.Argument(metavar="MODEL...", help="As `flyweight models` lists them.")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="As `flyweight models` lists them.")
+    ],
     force: Annotated[bool, typer.Option("--force", help="Even while a server uses it.")] = False,
 ) -> None:
     """Delete models from the cache. Folders of your own are never touched.
@@ -80,7 +99,9 @@ def rm(
     used = {folder for server in running_servers() for folder in server.get("folders", ())}
     for model in chosen:
         if not force and any(folder.startswith(str(model.folder)) for folder in used):
-            raise OptionError(f"a server uses {model.name}; stop it first (`flyweight ps`), or give --force")
+            raise OptionError(
+                f"a server uses {model.name}; stop it first (`flyweight ps`), or give --force"
+            )
     for model in chosen:
         model.delete()
         typer.echo(f"{model.name}: deleted, {decimal(model.bytes)} free")
@@ -104,8 +125,16 @@ def ps(as_json: AsJSON = False) -> None:
     if not found:
         typer.echo("No server runs.")
         return
-    rows = [(server["url"], ", ".join(server["models"]), str(server["state"]), str(server["pid"]), age(server["started"]))
-            for server in found]
+    rows = [
+        (
+            server["url"],
+            ", ".join(server["models"]),
+            str(server["state"]),
+            str(server["pid"]),
+            age(server["started"]),
+        )
+        for server in found
+    ]
     show(("address", "models", "state", "pid", "up"), rows)
 
 
@@ -127,7 +156,9 @@ def show(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[at]) for row in [names, *rows]) for at in range(len(names))]
     console = Console(highlight=False, soft_wrap=True)
     for at, row in enumerate([names, *rows]):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        line = "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
         console.print(line, style="bold" if at == 0 else None, markup=False)
 
 

@@ -16,14 +16,28 @@ from flyweight.errors import OptionError, writing
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="A name (smollm2-135m), a hub id (owner/name, or owner/name:Q4_K_M for a "
-                                                 "GGUF file), a GGUF file or a folder.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A name (smollm2-135m), a hub id (owner/name, or "
+            "owner/name:Q4_K_M for a "
+            "GGUF file), a GGUF file or a folder."
+        ),
+    ],
     output: Annotated[Path | None, typer.Option(help="Put a copy of the folder here.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Write a GGUF's weights out in float16 or float32, as other programs "
-                                                   "read them (default: they stay as they are).")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Write a GGUF's weights out in float16 or "
+            "float32, as other programs "
+            "read them (default: they stay as they "
+            "are)."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Get a model: by name, from the Hugging Face hub, or from a GGUF file. Later uses need no network.
+    """Get a model: by name, from the Hugging Face hub, or from a GGUF file. Later uses need no
+    network.
 
     Examples:
 
@@ -48,7 +62,9 @@ def pull(
     if as_json:
         typer.echo(json.dumps({"model": model, "folder": str(folder), "bytes": size}))
     else:
-        Console(highlight=False, soft_wrap=True).print(f"[bold]{model}[/] is in [cyan]{folder}[/] ({decimal(size)})")
+        Console(highlight=False, soft_wrap=True).print(
+            f"[bold]{model}[/] is in [cyan]{folder}[/] ({decimal(size)})"
+        )
 
 
 def _copy(folder: Path, output: Path) -> Path:

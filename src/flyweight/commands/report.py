@@ -17,20 +17,39 @@ PICTURES = ("png", "svg")
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(help="Result rows (JSONL), or result files of other tools.")],
-    output: Annotated[list[Path] | None, typer.Option("--output", "-o", help="A .md, .rst, .csv or .html file.")] = None,
-    layout: Annotated[str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")] = "full",
-    baseline: Annotated[str | None, typer.Option(help="The scheme or backend that speed-ups are over; default: bf16.")] = None,
-    section: Annotated[list[str] | None, typer.Option(help="Only this part, such as latency, limits or steps; several can be "
-                                                           "given.")] = None,
+    files: Annotated[
+        list[Path], typer.Argument(help="Result rows (JSONL), or result files of other tools.")
+    ],
+    output: Annotated[
+        list[Path] | None, typer.Option("--output", "-o", help="A .md, .rst, .csv or .html file.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")
+    ] = "full",
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="The scheme or backend that speed-ups are over; default: bf16."),
+    ] = None,
+    section: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this part, such as latency, limits or steps; several can be given."
+        ),
+    ] = None,
     title: Annotated[str, typer.Option(help="The title of the page.")] = "Flyweight results",
-    figures: Annotated[bool, typer.Option(help="Draw the figures of .md and .rst beside them.")] = True,
+    figures: Annotated[
+        bool, typer.Option(help="Draw the figures of .md and .rst beside them.")
+    ] = True,
     pictures: Annotated[str, typer.Option(help="png or svg, for .md and .rst.")] = "png",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows, joined and converted, as JSONL.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the rows, joined and converted, as JSONL.")
+    ] = False,
 ) -> None:
-    """Tables and figures from result files: on the terminal what people paste into a pull request, or a whole document.
+    """Tables and figures from result files: on the terminal what people paste into a pull request,
+    or a whole document.
 
-    HTML is one file that needs no network. Rows of different checkpoints stay apart, and what is wrong with a row is said.
+    HTML is one file that needs no network. Rows of different checkpoints stay apart, and what is
+    wrong with a row is said.
 
     Examples:
 
@@ -47,15 +66,23 @@ def report(
     from flyweight.report.read import dump, read
     from flyweight.report.render import terminal
 
-    for kind, name, known in (("layout", layout, LAYOUTS), ("picture format", pictures, PICTURES),
-                              *(("section", name, SECTIONS) for name in section or ())):
+    for kind, name, known in (
+        ("layout", layout, LAYOUTS),
+        ("picture format", pictures, PICTURES),
+        *(("section", name, SECTIONS) for name in section or ()),
+    ):
         if name not in known:
             raise OptionError(unknown(kind, name, known))
     results = read(files)
     if as_json:
         typer.echo(dump(results), nl=False)
         return
-    here = {str(row.get(name)).lower() for row in results.rows for name in ("scheme", "backend") if row.get(name)}
+    here = {
+        str(row.get(name)).lower()
+        for row in results.rows
+        for name in ("scheme", "backend")
+        if row.get(name)
+    }
     if baseline is not None and baseline.lower() not in here:
         raise OptionError(unknown("baseline", baseline, here))
     blocks = build(View(results, layout=layout, baseline=baseline, sections=tuple(section or ())))
@@ -72,8 +99,10 @@ def write(path: Path, blocks: Sequence[Block], *, title: str, draw: bool, pictur
 
     place = drawer(path, pictures) if draw else None
     formats: dict[str, Callable[[], str]] = {
-        ".md": lambda: render.markdown(blocks, place), ".rst": lambda: render.rst(blocks, place),
-        ".csv": lambda: render.comma_separated(blocks), ".html": lambda: page(blocks, title=title),
+        ".md": lambda: render.markdown(blocks, place),
+        ".rst": lambda: render.rst(blocks, place),
+        ".csv": lambda: render.comma_separated(blocks),
+        ".html": lambda: page(blocks, title=title),
     }
     if path.suffix not in formats:
         raise OptionError(f"--output {path}: {unknown('ending', path.suffix, formats)}")
@@ -90,7 +119,8 @@ def drawer(path: Path, kind: str) -> Callable[[Figure], Path]:
 
     def place(figure: Figure) -> Path:
         name = file_name(figure)
-        while titles.setdefault(name, figure.title) != figure.title:  # models whose names differ in capitals alone
+        # models whose names differ in capitals alone
+        while titles.setdefault(name, figure.title) != figure.title:
             name += "-2"
         try:
             return draw(figure, folder, kind=kind, name=name).relative_to(path.parent)

@@ -60,8 +60,8 @@ def shown(rows: list[dict[str, str]]) -> str:
     if not sys.stdout.isatty():
         sizes = [max(len(row[key]) for row in rows) for key in ("scheme", "bits", "summary")]
         return "\n".join(
-            f"{row['scheme']:<{sizes[0]}}  {row['bits']:<{sizes[1]}}  {row['summary']:<{sizes[2]}}  "
-            f"{row['engines']}"
+            f"{row['scheme']:<{sizes[0]}}  {row['bits']:<{sizes[1]}}  "
+            f"{row['summary']:<{sizes[2]}}  {row['engines']}"
             for row in rows
         )
     width = min(100, shutil.get_terminal_size().columns)

@@ -1,1 +1,3 @@
-"""Runs a model: requests → scheduler → batch → runner → sampled tokens. One `step()` loop for every caller."""
+"""Runs a model: requests → scheduler → batch → runner → sampled tokens. One `step()` loop for every
+caller.
+"""

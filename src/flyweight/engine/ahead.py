@@ -1,8 +1,9 @@
 """Which kernels an engine will ask for, found out without a GPU and without weights.
 
-The model is loaded and run as always, in a dry run: decode steps of every size, and passes with every number of tokens that
-could need a kernel of its own. So nothing here repeats how kernels are chosen. The trade-off: numbers of tokens that are padded
-alike are taken to need the same kernels, which a test checks for every one of them.
+The model is loaded and run as always, in a dry run: decode steps of every size, and passes with
+every number of tokens that could need a kernel of its own. So nothing here repeats how kernels are
+chosen. The trade-off: numbers of tokens that are padded alike are taken to need the same kernels,
+which a test checks for every one of them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
-from flyweight.engine.memory import CacheShape
 from flyweight.engine.llm import DEFAULTS
 from flyweight.engine.loading import choose_dtype
+from flyweight.engine.memory import CacheShape
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
@@ -94,19 +95,33 @@ def layers_of(weights: PresetWeights | Read) -> list[int]:
         parts: list[tuple[Any, ...]] = []
         if isinstance(weights, Read):
             prefix = f"model.layers.{index}."
-            parts = sorted((name.removeprefix(prefix), entry.dtype, entry.shape)
-                           for name, entry in weights.checkpoint.entries.items() if name.startswith(prefix))
+            parts = sorted(
+                (name.removeprefix(prefix), entry.dtype, entry.shape)
+                for name, entry in weights.checkpoint.entries.items()
+                if name.startswith(prefix)
+            )
         dense = not has_experts(config, index)
-        kinds.setdefault((plan.layers[index].attention, plan.layers[index].delta, dense, *parts), index)
+        kinds.setdefault(
+            (plan.layers[index].attention, plan.layers[index].delta, dense, *parts), index
+        )
     return list(kinds.values())
 
 
 def row_counts(most: int, gpu: Gpu, step: int = 64) -> list[int]:
-    """Numbers of rows that between them ask for every kernel: the last of each class that is padded alike, and both sides of
-    every border of `tuned`. `step`: between those of hundreds of rows."""
+    """Numbers of rows that between them ask for every kernel: the last of each class that is padded
+    alike, and both sides of every border of `tuned`. `step`: between those of hundreds of rows.
+    """
     classes = [*range(1, 17), 32, 48, *range(64, 1024, step), *range(1024, most, 256), most]
-    borders = {route.rows for numbers in tuned.of(gpu).formats.values() for route in numbers.routes} | {17, 33, 65}
-    return sorted({rows for rows in (*classes, *borders, *(border - 1 for border in borders)) if 0 < rows <= most})
+    borders = {
+        route.rows for numbers in tuned.of(gpu).formats.values() for route in numbers.routes
+    } | {17, 33, 65}
+    return sorted(
+        {
+            rows
+            for rows in (*classes, *borders, *(border - 1 for border in borders))
+            if 0 < rows <= most
+        }
+    )
 
 
 def run_steps(decoder: Decoder, target: Target) -> None:
@@ -118,16 +133,26 @@ def run_steps(decoder: Decoder, target: Target) -> None:
 
     if unsupported_reason(decoder, PAGE) is not None:
         return
-    kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)  # neighbours hand over to each other
-    caches, pages = make_caches(decoder, target.kv_format), -(-decoder.config.context_length // PAGE)
-    rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device,
-                states=0 if decoder.config.state_layers else None)
+    # neighbours hand over to each other
+    kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)
+    caches, pages = (
+        make_caches(decoder, target.kv_format),
+        -(-decoder.config.context_length // PAGE),
+    )
+    rows = Rows(
+        target.sequences,
+        pages=pages,
+        vocabulary=decoder.config.vocab_size,
+        device=decoder.device,
+        states=0 if decoder.config.state_layers else None,
+    )
     steps = DecodeGraphs(decoder, caches, rows)
     with decoder.active():
         for size in steps.sizes:
             steps.step(size).launch()
             steps.step(size).advance()
-        shared = DecodeGraphs(decoder, caches, SharedRows(rows), sizes=SHARED_SIZES)  # where guesses are checked
+        # where guesses are checked
+        shared = DecodeGraphs(decoder, caches, SharedRows(rows), sizes=SHARED_SIZES)
         for size in shared.sizes:
             shared.step(size).launch()
         if rows.sampler is not None:
@@ -138,8 +163,16 @@ def run_steps(decoder: Decoder, target: Target) -> None:
 def run_pass(decoder: Decoder, tokens: int, kv_format: KVFormat | None = None) -> None:
     """A pass of prompts, and as many rows of logits as it may be asked for."""
     zeros = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
-    batch = Batch(zeros, zeros, zeros, zeros[None].int(), [0, tokens], [tokens], zeros,
-                  states=torch.zeros(1, 7, dtype=torch.int32, device=decoder.device))
+    batch = Batch(
+        zeros,
+        zeros,
+        zeros,
+        zeros[None].int(),
+        [0, tokens],
+        [tokens],
+        zeros,
+        states=torch.zeros(1, 7, dtype=torch.int32, device=decoder.device),
+    )
     decoder.logits(decoder.hidden(batch, make_caches(decoder, kv_format)))
 
 
@@ -153,17 +186,26 @@ def make_caches(decoder: Decoder, kv_format: KVFormat | None = None) -> list[KVS
 def load(model: str, dtype: str | None, head: str | None = None) -> Decoder:
     """With one layer of each kind."""
     weights = open_weights(model)
-    return Decoder.load(narrow_head(weights, head), device=DEVICE, dtype=choose_dtype(dtype, weights.config, DEVICE),
-                        layers=layers_of(weights))
+    return Decoder.load(
+        narrow_head(weights, head),
+        device=DEVICE,
+        dtype=choose_dtype(dtype, weights.config, DEVICE),
+        layers=layers_of(weights),
+    )
 
 
 def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> set[jit.Wanted]:
-    """What this process has asked for so far, the model's kernels included, or one of several parts of them."""
+    """What this process has asked for so far, the model's kernels included, or one of several parts
+    of them.
+    """
     with dry_run(target.gpu):
         decoder = load(model, target.dtype, target.head)
         if part == 0:
             run_steps(decoder, target)
-        step = 64 if decoder.config.moe is None else 8  # where the tiles of experts grow depends on how many there are
-        for tokens in row_counts(max(target.tokens, target.sequences), target.gpu, step)[part::parts]:
+        # where the tiles of experts grow depends on how many there are
+        step = 64 if decoder.config.moe is None else 8
+        for tokens in row_counts(max(target.tokens, target.sequences), target.gpu, step)[
+            part::parts
+        ]:
             run_pass(decoder, tokens, target.kv_format)
     return jit.wanted

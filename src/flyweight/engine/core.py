@@ -1,14 +1,17 @@
-"""The one step loop: requests in, scheduled, run, sampled, turned to text, handed to whoever listens.
+"""The one step loop: requests in, scheduled, run, sampled, turned to text, handed to whoever
+listens.
 
-Offline generation, streaming, the server and the benchmarks all drive `Engine.step()`. Requests and cancellations
-may come from any thread at any time; they wait in an inbox until the next step is made.
+Offline generation, streaming, the server and the benchmarks all drive `Engine.step()`. Requests and
+cancellations may come from any thread at any time; they wait in an inbox until the next step is
+made.
 
 With a `speculator` a request may get several tokens from one step (engine/speculation/).
 
-With `overlap` a step is launched before the tokens of the one before are read: the device never waits for the host, and
-the host has a whole step's time for text and listeners. A request that a token has ended is then found one step late;
-what that step computed for it is thrown away. A constraint needs every token before it can say what may follow: with one
-on board the step before is read while the model runs, and tokens are chosen after that.
+With `overlap` a step is launched before the tokens of the one before are read: the device never
+waits for the host, and the host has a whole step's time for text and listeners. A request that a
+token has ended is then found one step late; what that step computed for it is thrown away. A
+constraint needs every token before it can say what may follow: with one on board the step before is
+read while the model runs, and tokens are chosen after that.
 """
 
 from __future__ import annotations
@@ -53,19 +56,48 @@ class News:
 
 
 class Engine:
-    def __init__(self, model: Model, shape: CacheShape, *, vocabulary: int, device: torch.device, max_model_len: int,
-                 blocks: int, block_size: int = 16, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
-                 prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0,
-                 overlap: bool | None = None, prompt_tokens_beside: int | None = None, state_slots: int = 0):
+    def __init__(
+        self,
+        model: Model,
+        shape: CacheShape,
+        *,
+        vocabulary: int,
+        device: torch.device,
+        max_model_len: int,
+        blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        prefix_cache: bool = True,
+        decode: Decode | None = None,
+        end_ids: Iterable[int] = (),
+        seed: int = 0,
+        overlap: bool | None = None,
+        prompt_tokens_beside: int | None = None,
+        state_slots: int = 0,
+    ):
         self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                                   prompt_tokens_beside=prompt_tokens_beside)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prompt_tokens_beside=prompt_tokens_beside,
+        )
         if shape.states is not None:
             self.scheduler.states = StatePool(state_slots)
-        self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device,
-                             context=min(max_model_len, blocks * block_size), sequences=max_num_seqs,
-                             state_slots=state_slots)
-        # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.
+        self.runner = Runner(
+            model,
+            shape,
+            blocks=blocks,
+            block_size=block_size,
+            vocabulary=vocabulary,
+            device=device,
+            context=min(max_model_len, blocks * block_size),
+            sequences=max_num_seqs,
+            state_slots=state_slots,
+        )
+        # On a CPU the launch is the work itself: reading late would only cost a step at the end of
+        # each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
         self.begun = 0.0  # when that step was begun,
@@ -82,20 +114,29 @@ class Engine:
         self.numbers = itertools.count()
         self.detokenizers: dict[int, Detokenizer] = {}
         self.untold: dict[int, News] = {}  # by request: what its listener has not heard yet
-        self.inbox: deque[tuple[bool, Request]] = deque()  # (arrives rather than is cancelled, request)
+        # (arrives rather than is cancelled, request)
+        self.inbox: deque[tuple[bool, Request]] = deque()
         self.lock = threading.Lock()
 
     @property
     def busy(self) -> bool:
         return bool(self.inbox) or self.scheduler.busy
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, listener: Callable[[Chunk], None] | None = None,
-               constraint: Callable[[], Constraint] | None = None, cache_salt: str | None = None,
-               adapter: str | None = None) -> list[Request]:
-        """One request per sample. Their tokens come with the steps; each chunk goes to the listener.
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        listener: Callable[[Chunk], None] | None = None,
+        constraint: Callable[[], Constraint] | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> list[Request]:
+        """One request per sample. Their tokens come with the steps; each chunk goes to the
+        listener.
 
-        Prefixes are shared only among requests of the same `cache_salt`: nobody else can find out what was sent with it.
-        `adapter`: the name of one that was loaded with the model.
+        Prefixes are shared only among requests of the same `cache_salt`: nobody else can find out
+        what was sent with it. `adapter`: the name of one that was loaded with the model.
         """
         params = params.with_defaults({})  # whatever is still open: a step must not stumble over it
         self._check(prompt, params)
@@ -103,15 +144,35 @@ class Engine:
             raise RequestError(unknown("adapter", adapter, self.adapters))
         first = next(self.numbers)
         seed = seed_of(self.seed, first) if params.seed is None else params.seed
-        longest = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        # Without a prefix cache only the samples of one prompt share blocks, and a lone one has nobody to share with.
-        salt = salt_of(cache_salt, adapter) if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
+        longest = (
+            self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        )
+        # Without a prefix cache only the samples of one prompt share blocks, and a lone one has
+        # nobody to share with.
+        salt = (
+            salt_of(cache_salt, adapter)
+            if self.prefix_cache
+            else f"request {first}".encode()
+            if params.n > 1
+            else None
+        )
+        ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self.end_ids
+        )
         requests = [
-            Request(number=first if index == 0 else next(self.numbers), prompt=list(prompt), params=params, index=index,
-                    seed=seed_of(seed, index), limit=min(longest, self.max_model_len), salt=salt, end_ids=ends,
-                    listener=listener, constraint=constraint() if constraint else None,
-                    adapter=NOBODY if adapter is None else self.adapters[adapter])
+            Request(
+                number=first if index == 0 else next(self.numbers),
+                prompt=list(prompt),
+                params=params,
+                index=index,
+                seed=seed_of(seed, index),
+                limit=min(longest, self.max_model_len),
+                salt=salt,
+                end_ids=ends,
+                listener=listener,
+                constraint=constraint() if constraint else None,
+                adapter=NOBODY if adapter is None else self.adapters[adapter],
+            )
             for index in range(params.n)
         ]
         self.inbox.extend((True, request) for request in requests)
@@ -127,7 +188,9 @@ class Engine:
                 self.lock.release()
 
     def step(self) -> int:
-        """Launch one batch; returns how many tokens it computes. Tokens are read from it, or from the one before it."""
+        """Launch one batch; returns how many tokens it computes. Tokens are read from it, or from
+        the one before it.
+        """
         with self.lock:
             self._empty_inbox()
             try:
@@ -153,7 +216,9 @@ class Engine:
             return sum(work.count for work in works)
 
     def rest(self) -> bool:
-        """There is nothing to do: prepare a pass for the next time. Whether there was one to prepare."""
+        """There is nothing to do: prepare a pass for the next time. Whether there was one to
+        prepare.
+        """
         with self.lock:
             passes = vars(self.runner).get("passes")
             return not self.busy and passes is not None and passes.rest()
@@ -166,18 +231,25 @@ class Engine:
             self._land()
 
     def _read_for_guesses(self) -> None:
-        """Whoever guesses needs the tokens of the step in flight; where nobody will, the next step is launched before that one
-        is read."""
+        """Whoever guesses needs the tokens of the step in flight; where nobody will, the next step
+        is launched before that one is read.
+        """
         speculator = self.speculator
         if self.flight is None:
             return
-        if not self.overlap or (speculator is not None and speculator.promising(self.scheduler.running)):
+        if not self.overlap or (
+            speculator is not None and speculator.promising(self.scheduler.running)
+        ):
             self._land()
 
     def _draft(self) -> dict[int, Sequence[int]]:
         """Guesses for the next step, by request."""
         speculator = self.speculator
-        return speculator.propose(self.scheduler.running) if speculator is not None and self.flight is None else {}
+        return (
+            speculator.propose(self.scheduler.running)
+            if speculator is not None and self.flight is None
+            else {}
+        )
 
     def _land(self) -> None:
         """Read the step in flight."""
@@ -198,7 +270,9 @@ class Engine:
             self._accept(work, result, now)
 
     def _learn(self, flight: Flight, now: float) -> None:
-        """What the step took, for whoever decides how much of prompts the next ones get, and how many guesses."""
+        """What the step took, for whoever decides how much of prompts the next ones get, and how
+        many guesses.
+        """
         pace, works = self.scheduler.pace, flight.works
         if pace is None and self.speculator is None:
             return
@@ -207,7 +281,9 @@ class Engine:
         seconds = now - self.begun if behind is None else behind
         prompts = sum(work.known for work in works if work.known > 1)
         if pace is not None:
-            pace.learn(seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in works))
+            pace.learn(
+                seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in works)
+            )
         if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
             self.speculator.lengths.learn(seconds, sum(work.count for work in works))
 
@@ -222,16 +298,30 @@ class Engine:
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if len(prompt) >= self.max_model_len:
-            raise RequestError(f"the prompt has {len(prompt)} tokens, but the context holds {self.max_model_len} and the "
-                               "answer needs room too; shorten the prompt or raise max_model_len")
-        for kind, ids in (("the prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but the context holds "
+                f"{self.max_model_len} and the "
+                "answer needs room too; shorten the prompt or raise max_model_len"
+            )
+        for kind, ids in (
+            ("the prompt", prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
             if ids and (min(ids) < 0 or max(ids) >= self.vocabulary):
                 bad = next(token for token in ids if not 0 <= token < self.vocabulary)
-                raise RequestError(f"token id {bad} in {kind} is outside the vocabulary of {self.vocabulary}")
+                raise RequestError(
+                    f"token id {bad} in {kind} is outside the vocabulary of {self.vocabulary}"
+                )
         if len(params.logit_bias) > MOST_BIASES - 20:
-            raise RequestError(f"logit_bias has {len(params.logit_bias)} entries; at most {MOST_BIASES - 20} can be given")
+            raise RequestError(
+                f"logit_bias has {len(params.logit_bias)} entries; at most "
+                f"{MOST_BIASES - 20} can be given"
+            )
         if params.stop and self.decode is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            raise RequestError(
+                "stop strings need a tokenizer, and this model has none; use stop_token_ids"
+            )
 
     def _empty_inbox(self) -> None:
         while self.inbox:
@@ -240,8 +330,12 @@ class Engine:
                 self.scheduler.add(request)
                 if self.decode:
                     context = request.prompt[-CONTEXT:]
-                    self.detokenizers[request.number] = Detokenizer(self.decode, context, request.params.stop,
-                                                                    independent=self.independent_tokens)
+                    self.detokenizers[request.number] = Detokenizer(
+                        self.decode,
+                        context,
+                        request.params.stop,
+                        independent=self.independent_tokens,
+                    )
             elif not request.finished:
                 self._tell_all()
                 self._finish(request, "cancelled")
@@ -250,7 +344,10 @@ class Engine:
     def _accept(self, work: Work, result: Result, now: float) -> None:
         request = work.request
         if result.prompt_logprobs:  # a preempted request computes its prompt again
-            request.prompt_logprobs = [*(request.prompt_logprobs[: work.start + 1] or [None]), *result.prompt_logprobs]
+            request.prompt_logprobs = [
+                *(request.prompt_logprobs[: work.start + 1] or [None]),
+                *result.prompt_logprobs,
+            ]
         if not result.tokens:
             return
         news = self.untold.setdefault(request.number, News(request, len(request.text)))
@@ -268,7 +365,9 @@ class Engine:
             self._tell_news(request)
 
     def _take(self, news: News, token: int) -> None:
-        """The answer's next token, which may be its last. Only stop strings need its text at once."""
+        """The answer's next token, which may be its last. Only stop strings need its
+        text at once.
+        """
         request = news.request
         request.tokens.append(token)
         news.tokens.append(token)
@@ -296,7 +395,9 @@ class Engine:
         request.text = text.text
 
     def _tell_all(self) -> None:
-        """Texts of tokens that were read go to the listeners: while the device is busy, if possible."""
+        """Texts of tokens that were read go to the listeners: while the device is busy, if
+        possible.
+        """
         for news in list(self.untold.values()):
             self._tell_news(news.request)
 
@@ -321,17 +422,23 @@ class Engine:
         if request.listener is None:
             return
         if request.finished:
-            chunk = replace(chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
+            chunk = replace(
+                chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason
+            )
         try:
             request.listener(chunk)
         except Exception as error:
             request.listener = None
-            warnings.warn(f"the listener of request {request.number} raised {error!r}; the request is ended")
+            warnings.warn(
+                f"the listener of request {request.number} raised {error!r}; the request is ended"
+            )
             if not request.finished:
                 self._finish(request, "failed", f"its listener raised {error!r}")
 
     def _abandon(self, error: BaseException) -> None:
-        """After a step that failed nothing in the cache can be trusted: all requests end, the prefixes are forgotten."""
+        """After a step that failed nothing in the cache can be trusted: all requests end, the
+        prefixes are forgotten.
+        """
         self.flight = None
         self.untold.clear()  # making text of it may be what failed
         for request in [*self.scheduler.running, *self.scheduler.waiting]:

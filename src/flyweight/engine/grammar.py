@@ -1,10 +1,12 @@
-"""Answers that must fit a JSON schema or another grammar: which tokens may come next, from llguidance.
+"""Answers that must fit a JSON schema or another grammar: which tokens may come next, from
+llguidance.
 
-A grammar becomes an automaton over the bytes of the vocabulary once; each sample walks a copy of it. `grammar_kinds.py`
-says which kinds there are.
+A grammar becomes an automaton over the bytes of the vocabulary once; each sample walks a copy of
+it. `grammar_kinds.py` says which kinds there are.
 
-Grammars are strangers' programs: what one may cost is found out in a process apart (`grammar_limits.py`), and compiling
-lets go of the interpreter lock, so that a thread beside the step loop may do it.
+Grammars are strangers' programs: what one may cost is found out in a process apart
+(`grammar_limits.py`), and compiling lets go of the interpreter lock, so that a thread beside the
+step loop may do it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,18 @@ from flyweight.errors import RequestError
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary. `Grammars(…)(schema)` gives a maker of constraints, one for each sample."""
+    """Compiles grammars for one vocabulary. `Grammars(…)(schema)` gives a maker of constraints, one
+    for each sample.
+    """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Iterable[int], *, limits: GrammarLimits | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocabulary: int,
+        end_ids: Iterable[int],
+        *,
+        limits: GrammarLimits | None = None,
+    ):
         try:
             import llguidance.hf
         except ImportError as error:
@@ -33,7 +44,9 @@ class Grammars:
         self.vocabulary = vocabulary
         self.end_ids = sorted(end_ids)
         self.matcher = llguidance.LLMatcher
-        self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=self.end_ids)
+        self.tokens = llguidance.hf.from_tokenizer(
+            tokenizer, n_vocab=vocabulary, eos_token=self.end_ids
+        )
         limits = limits or GrammarLimits()
         self.trials = Trials(limits, vocabulary=vocabulary, special=special_names(tokenizer))
         self.cache = GrammarCache(limits)
@@ -52,14 +65,20 @@ class Grammars:
         return lambda: GrammarConstraint(found, self.vocabulary, self.end_ids)
 
     def _compile(self, grammar: str) -> Any:
-        """A matcher, or why there is none; both are remembered, since the same few come again and again."""
+        """A matcher, or why there is none; both are remembered, since the same few come again and
+        again.
+        """
         try:
             size = self.trials.measure(grammar)
         except RequestError as error:
             self.cache.put(grammar, error, max(LEAST_BYTES, len(grammar)))
             return error
         matcher = self.matcher(self.tokens, grammar, log_level=0)
-        found = RequestError(matcher.get_error().strip().splitlines()[0]) if matcher.is_error() else matcher
+        found = (
+            RequestError(matcher.get_error().strip().splitlines()[0])
+            if matcher.is_error()
+            else matcher
+        )
         self.cache.put(grammar, found, size)
         return found
 
@@ -74,12 +93,15 @@ class GrammarConstraint:
     def __init__(self, compiled: Any, vocabulary: int, end_ids: Sequence[int]):
         self.compiled = compiled
         self.vocabulary, self.end_ids = vocabulary, end_ids
-        self.matcher: Any = None  # this sample's own copy, made when it runs: one that waits holds no memory
+        # this sample's own copy, made when it runs: one that waits holds no memory
+        self.matcher: Any = None
         self.consumed = 0
         self.error: str | None = None
 
     def advance(self, generated: Sequence[int]) -> bool:
-        """Take what the answer has got since the last time; whether the grammar still says what may follow."""
+        """Take what the answer has got since the last time; whether the grammar still says what may
+        follow.
+        """
         if self.matcher is None:
             self.matcher = self.compiled.deep_copy()
         self.matcher.consume_tokens(list(generated[self.consumed :]))
@@ -87,7 +109,9 @@ class GrammarConstraint:
         return self.follows()
 
     def follows(self) -> bool:
-        """Unless it outgrew its limits: then this answer ends, rather than the step that others share."""
+        """Unless it outgrew its limits: then this answer ends, rather than the step that others
+        share.
+        """
         if not self.matcher.is_error():
             return True
         reason = self.matcher.get_error().strip().splitlines()[0]
@@ -97,7 +121,9 @@ class GrammarConstraint:
     def allowed(self, generated: Sequence[int]) -> Tensor:
         """Bool [vocabulary]; when the answer is complete, only its end."""
         bits = mask_bits([(self, generated)])[0]
-        return torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool))
+        return torch.from_numpy(
+            numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool)
+        )
 
 
 @functools.cache

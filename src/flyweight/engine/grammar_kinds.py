@@ -1,8 +1,8 @@
 """The kinds of grammars an answer can be held to, all as one string that travels with its request.
 
-A JSON schema is its own text. Anything else begins with its kind: `regex:…`, or `lark:…` in llguidance's dialect of
-Lark, which all the others (choices, EBNF, tags, tool calls) are written in. The functions here make such strings; `translate`
-turns them into what llguidance reads.
+A JSON schema is its own text. Anything else begins with its kind: `regex:…`, or `lark:…` in
+llguidance's dialect of Lark, which all the others (choices, EBNF, tags, tool calls) are written in.
+The functions here make such strings; `translate` turns them into what llguidance reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from flyweight.errors import MissingPackageError, RequestError
 
-# Exactly one space between elements, as most models write it: where any is allowed, small models write it for ever.
+# Exactly one space between elements, as most models write it: where any is allowed, small models
+# write it for ever.
 WHITE_SPACE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -56,7 +57,9 @@ def quoted(text: str) -> str:
 
 
 def json_rule(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
-    """A JSON value as part of a Lark rule; `lenient` passes over keywords that cannot be followed."""
+    """A JSON value as part of a Lark rule; `lenient` passes over keywords that cannot
+    be followed.
+    """
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -84,4 +87,6 @@ def translate(grammar: str) -> tuple[str, str]:
 
 
 def missing() -> MissingPackageError:
-    return MissingPackageError("answers in a given shape need llguidance: pip install 'flyweight[serve]'")
+    return MissingPackageError(
+        "answers in a given shape need llguidance: pip install 'flyweight[serve]'"
+    )

@@ -1,8 +1,10 @@
-"""What a grammar of a stranger may cost, and the processes that find out before the engine compiles it.
+"""What a grammar of a stranger may cost, and the processes that find out before the engine compiles
+it.
 
-A schema of twenty bytes can take a minute and gigabytes to compile, and a compilation cannot be interrupted. So each
-grammar is first compiled in a process of its own (`grammar_trial.py`), under limits of time and memory. What gets through
-is compiled again where it is needed: that takes as long once more, but is known to be short.
+A schema of twenty bytes can take a minute and gigabytes to compile, and a compilation cannot be
+interrupted. So each grammar is first compiled in a process of its own (`grammar_trial.py`), under
+limits of time and memory. What gets through is compiled again where it is needed: that takes as
+long once more, but is known to be short.
 """
 
 from __future__ import annotations
@@ -40,10 +42,14 @@ class TooCostly(RequestError):
 
 
 class Trials:
-    """`measure(grammar)` from any thread: the bytes the compiled grammar holds, or why there will be none."""
+    """`measure(grammar)` from any thread: the bytes the compiled grammar holds, or why there will
+    be none.
+    """
 
     def __init__(self, limits: GrammarLimits, *, vocabulary: int = 0, special: Sequence[str] = ()):
-        """Grammars may speak of tokens: by numbers below `vocabulary`, or by the names of `special` ones."""
+        """Grammars may speak of tokens: by numbers below `vocabulary`, or by the names of `special`
+        ones.
+        """
         self.limits = limits
         self.tokens = json.dumps({"vocabulary": vocabulary, "special": list(special)})
         self.idle: list[subprocess.Popen[str]] = []  # one for each that was ever needed at once
@@ -51,12 +57,17 @@ class Trials:
     def measure(self, grammar: str) -> int:
         """Raises RequestError with the compiler's own words, or TooCostly."""
         process = self._take()
-        asked = {"grammar": grammar, "seconds": self.limits.seconds, "megabytes": self.limits.megabytes}
+        asked = {
+            "grammar": grammar,
+            "seconds": self.limits.seconds,
+            "megabytes": self.limits.megabytes,
+        }
         timer = threading.Timer(PATIENCE * self.limits.seconds + STARTING, process.kill)
         timer.start()
         answer: dict[str, Any] = {}
         try:
-            with contextlib.suppress(OSError, ValueError):  # it has died, perhaps in the middle of its line
+            # it has died, perhaps in the middle of its line
+            with contextlib.suppress(OSError, ValueError):
                 print(json.dumps(asked), file=process.stdin, flush=True)
                 answer = json.loads(process.stdout.readline())  # type: ignore[union-attr]
         finally:
@@ -64,8 +75,11 @@ class Trials:
             if not answer:
                 end(process)
         if not answer:
-            raise TooCostly(f"it cannot be compiled within {self.limits.seconds:g} s and {self.limits.megabytes} MB; simplify it "
-                            "(multipleOf, patterns, long enums and large counts cost most)")
+            raise TooCostly(
+                f"it cannot be compiled within {self.limits.seconds:g} s and "
+                f"{self.limits.megabytes} MB; simplify it "
+                "(multipleOf, patterns, long enums and large counts cost most)"
+            )
         self.idle.append(process)
         if answer["error"]:
             raise RequestError(answer["error"].strip().splitlines()[0])
@@ -77,9 +91,15 @@ class Trials:
                 end(process)
             return process
         # One arena, because each takes 64 MB of addresses, which are what the limit counts.
-        process = subprocess.Popen([sys.executable, "-P", str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
-                                   env=os.environ | {"MALLOC_ARENA_MAX": "1"})
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+        )
         with contextlib.suppress(OSError):  # it has died already: whoever asks it finds out
             print(self.tokens, file=process.stdin, flush=True)
         return process
@@ -98,7 +118,9 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 class GrammarCache:
-    """What was compiled or refused, by its text; the longest unused go first. Bounded in number and bytes."""
+    """What was compiled or refused, by its text; the longest unused go first. Bounded in number and
+    bytes.
+    """
 
     def __init__(self, limits: GrammarLimits):
         self.limits = limits

@@ -1,12 +1,15 @@
-"""Compiles grammars of strangers in a process that may die of it: a program, started by `grammar_limits.py`.
+"""Compiles grammars of strangers in a process that may die of it: a program, started by
+`grammar_limits.py`.
 
-First a line of JSON about the vocabulary (`vocabulary`: how many tokens, `special`: their names). Then for each grammar
-a line of JSON in (`grammar`, `seconds`, `megabytes`), a line of JSON out (`error`, `bytes`). Beyond the processor time the
-kernel ends this process, and beyond the memory an allocation fails, which ends it too; whoever waits for the line then
-knows. It imports nothing of this package, so that it starts in a tenth of a second and holds little memory.
+First a line of JSON about the vocabulary (`vocabulary`: how many tokens, `special`: their names).
+Then for each grammar a line of JSON in (`grammar`, `seconds`, `megabytes`), a line of JSON out
+(`error`, `bytes`). Beyond the processor time the kernel ends this process, and beyond the memory an
+allocation fails, which ends it too; whoever waits for the line then knows. It imports nothing of
+this package, so that it starts in a tenth of a second and holds little memory.
 
-The tokens' texts do not matter: what is expensive about a grammar is its regular expressions, and those are built over
-bytes. Only the numbers and names by which a grammar may speak of tokens are there.
+The tokens' texts do not matter: what is expensive about a grammar is its regular expressions, and
+those are built over bytes. Only the numbers and names by which a grammar may speak of tokens are
+there.
 """
 
 import contextlib
@@ -21,12 +24,15 @@ try:
 except ImportError:  # not on this system: the waiting side still limits the time
     resource = None  # type: ignore[assignment]
 
-STACK = 1 << 20  # bytes, less than any thread has: what does not overflow it here will not overflow there
+# bytes, less than any thread has: what does not overflow it here will not overflow there
+STACK = 1 << 20
 LEAST_CPU = 1  # seconds: the kernel counts whole ones
 
 
 class Bytes:
-    """A tokenizer of one token a byte, an end, and tokens without text up to the size of the vocabulary."""
+    """A tokenizer of one token a byte, an end, and tokens without text up to the size of the
+    vocabulary.
+    """
 
     eos_token_id = 256
     bos_token_id = None
@@ -43,7 +49,9 @@ class Bytes:
 
 
 def pages(at: int) -> int:
-    """Bytes of this process: all of its addresses (0), or what is in memory (1); 0 where the system does not tell."""
+    """Bytes of this process: all of its addresses (0), or what is in memory (1); 0 where the system
+    does not tell.
+    """
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[at]) * resource.getpagesize()
     return 0
@@ -54,7 +62,10 @@ def limit(seconds: float, megabytes: int) -> None:
         return
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime + max(LEAST_CPU, seconds)) + 1, most))
+    resource.setrlimit(
+        resource.RLIMIT_CPU,
+        (int(usage.ru_utime + usage.ru_stime + max(LEAST_CPU, seconds)) + 1, most),
+    )
     if size := pages(0):
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (size + megabytes * 2**20, most))
@@ -70,7 +81,9 @@ def attempt(asked: dict, tokens: llguidance.LLTokenizer, answer: dict) -> None:
 
 def main() -> None:
     given = Bytes(**json.loads(sys.stdin.readline()))
-    tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(given), n_vocab=len(given.tokens), eos_token=[256], slices=[])
+    tokens = llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(given), n_vocab=len(given.tokens), eos_token=[256], slices=[]
+    )
     threading.stack_size(STACK)
     for line in sys.stdin:
         answer: dict = {}

@@ -5,8 +5,8 @@ graph) what each row asks for by temperature, filters and biases. That is data, 
 requests needs a graph of its own. What needs the host or large tables, masks and penalties, is
 sampled behind the graph of the likeliest tokens (`Rows.choose`). A graph is captured when it is
 first needed, or by `warm_up`, largest first, so that the small ones live in the memory of the large
-ones. Where adapters are loaded, steps in which no row has one have graphs of their own, which do not
-look for any.
+ones. Where adapters are loaded, steps in which no row has one have graphs of their own, which do
+not look for any.
 """
 
 from __future__ import annotations
@@ -186,7 +186,10 @@ class DecodeGraphs:
             if choice is Choice.SAMPLED and isinstance(self.rows, Rows):
                 self.rows.sampling.bias  # noqa: B018 (made now, for rows that may come with biases)
             torch.cuda.synchronize()
-            captured = [*self.graphs.values(), *(self.beside.graphs.values() if self.beside else ())]
+            captured = [
+                *self.graphs.values(),
+                *(self.beside.graphs.values() if self.beside else ()),
+            ]
 
             def launch() -> None:
                 step.launch()

@@ -1,12 +1,14 @@
-"""Who owns which block of the paged KV cache: reference counts, and reuse of blocks that hold the same prefix.
+"""Who owns which block of the paged KV cache: reference counts, and reuse of blocks that hold the
+same prefix.
 
-A full block is known by its digest, which chains the digest of the block before it with its own token ids, so that
-equal digests mean equal prefixes. A block that nobody refers to stays findable until it is needed for something
-else; the least recently used goes first, and a sequence's last blocks before its first ones, because a prefix is
-useful only from its beginning.
+A full block is known by its digest, which chains the digest of the block before it with its own
+token ids, so that equal digests mean equal prefixes. A block that nobody refers to stays findable
+until it is needed for something else; the least recently used goes first, and a sequence's last
+blocks before its first ones, because a prefix is useful only from its beginning.
 
-Blocks are registered when a step is scheduled, not when it has run: in each layer all K and V of a step are written
-before any attention reads, so a request may share blocks that another one fills in the very same step.
+Blocks are registered when a step is scheduled, not when it has run: in each layer all K and V of a
+step are written before any attention reads, so a request may share blocks that another one fills in
+the very same step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from collections.abc import Sequence
 
 
 def digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Of the full blocks of these tokens, the first after `parent`; the salt stands before a sequence's first block."""
+    """Of the full blocks of these tokens, the first after `parent`; the salt stands before a
+    sequence's first block.
+    """
     found, step, data = [], 8 * block_size, array("q", tokens).tobytes()
     for begin in range(0, len(data) - step + 1, step):
         parent = hashlib.blake2b(parent + data[begin : begin + step], digest_size=16).digest()
@@ -27,7 +31,8 @@ def digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes
 
 
 def salt_of(name: str | None, adapter: str | None = None) -> bytes:
-    """What stands before the first block: of one length for all names, so that none can be mistaken for another and tokens.
+    """What stands before the first block: of one length for all names, so that none can be mistaken
+    for another and tokens.
 
     Keys and values that an adapter has changed are another model's: nobody else may find them.
     """
@@ -40,13 +45,16 @@ def _digest(data: bytes, person: bytes) -> bytes:
 
 
 class BlockPool:
-    """`blocks` blocks of `block_size` tokens each. Sequences hold lists of block numbers; the pool counts the holders."""
+    """`blocks` blocks of `block_size` tokens each. Sequences hold lists of block numbers; the pool
+    counts the holders.
+    """
 
     def __init__(self, blocks: int, block_size: int):
         self.blocks = blocks
         self.block_size = block_size
         self.references = [0] * blocks
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # next to be taken first
+        # next to be taken first
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self.digest_of: list[bytes | None] = [None] * blocks
         self.block_of: dict[bytes, int] = {}
 
@@ -58,7 +66,9 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix. They are not held yet: `hold` them before anything else is taken."""
+        """The blocks of the longest known prefix. They are not held yet: `hold` them before
+        anything else is taken.
+        """
         found = []
         for item in digests:
             if (block := self.block_of.get(item)) is None:
@@ -72,7 +82,9 @@ class BlockPool:
             self.free.pop(block, None)
 
     def take(self, count: int) -> list[int] | None:
-        """Blocks for new tokens, whatever they held before forgotten; None (and nothing taken) if there are too few."""
+        """Blocks for new tokens, whatever they held before forgotten; None (and nothing taken) if
+        there are too few.
+        """
         if count > len(self.free):
             return None
         taken = [self.free.popitem(last=False)[0] for _ in range(count)]
@@ -84,7 +96,9 @@ class BlockPool:
         return taken
 
     def register(self, block: int, name: bytes) -> None:
-        """Make a held, full block findable. Where two blocks hold the same prefix, the first one stays the known one."""
+        """Make a held, full block findable. Where two blocks hold the same prefix, the first one
+        stays the known one.
+        """
         if name not in self.block_of and self.digest_of[block] is None:
             self.block_of[name] = block
             self.digest_of[block] = name
@@ -94,7 +108,8 @@ class BlockPool:
             self.references[block] -= 1
             if self.references[block] == 0:
                 self.free[block] = None
-                if self.digest_of[block] is None:  # nobody can find it again: take it before the findable ones
+                # nobody can find it again: take it before the findable ones
+                if self.digest_of[block] is None:
                     self.free.move_to_end(block, last=False)
 
     def forget(self) -> None:
@@ -103,16 +118,23 @@ class BlockPool:
         self.digest_of = [None] * self.blocks
 
     def check_integrity(self, held: Sequence[Sequence[int]] = ()) -> None:
-        """Raise unless every block is free or held, never both, and counted once for each of the given holders."""
+        """Raise unless every block is free or held, never both, and counted once for each of the
+        given holders.
+        """
         counts = [0] * self.blocks
         for owner in held:
             for block in owner:
                 counts[block] += 1
         for block, references in enumerate(self.references):
             if references != counts[block]:
-                raise AssertionError(f"block {block} is counted {references} times but held {counts[block]} times")
+                raise AssertionError(
+                    f"block {block} is counted {references} times but held {counts[block]} times"
+                )
             if (references == 0) != (block in self.free):
-                raise AssertionError(f"block {block} has {references} holders and is {'' if block in self.free else 'not '}free")
+                raise AssertionError(
+                    f"block {block} has {references} holders and is "
+                    f"{'' if block in self.free else 'not '}free"
+                )
         for name, block in self.block_of.items():
             if self.digest_of[block] != name:
                 raise AssertionError(f"block {block} is known by a digest it does not carry")

@@ -1,7 +1,9 @@
-"""LLM: a model, loaded and ready to answer. `generate` for many prompts, `chat` and `stream` for one at a time.
+"""LLM: a model, loaded and ready to answer. `generate` for many prompts, `chat` and `stream` for
+one at a time.
 
-All of them submit to one engine and drive its `step()`. An asynchronous stream runs the steps in one thread of the
-engine's own, always the same one, because every new thread would start a team of OpenMP workers of its own.
+All of them submit to one engine and drive its `step()`. An asynchronous stream runs the steps in
+one thread of the engine's own, always the same one, because every new thread would start a team of
+OpenMP workers of its own.
 """
 
 from __future__ import annotations
@@ -30,9 +32,16 @@ from flyweight.engine.loading import (
     refuse_speculation,
     sampling_defaults,
 )
-from flyweight.engine.memory import CacheShape, Memory, count_blocks, count_states, graph_bytes, measure_workspace
-from flyweight.engine.packed import SIZES
+from flyweight.engine.memory import (
+    CacheShape,
+    Memory,
+    count_blocks,
+    count_states,
+    graph_bytes,
+    measure_workspace,
+)
 from flyweight.engine.pace import Pace
+from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
@@ -47,8 +56,8 @@ from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
 from flyweight.engine.turns import Turns
 from flyweight.errors import OptionError, RequestError
-from flyweight.models.adapters import Adapters
 from flyweight.kernels.linear.prompts import check_prompt_dtype
+from flyweight.models.adapters import Adapters
 from flyweight.models.balanced_keys import balance_keys
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import choose_kv_scheme
@@ -60,7 +69,9 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
-DEFAULTS = {  # by device: sequences in one step, tokens in one step, of those of prompts beside answers that wait for them
+# by device: sequences in one step, tokens in one step, of those of prompts beside answers that wait
+# for them
+DEFAULTS = {
     "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prompt_tokens_beside": 512},
     "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640, "prompt_tokens_beside": 4096},
 }
@@ -90,45 +101,81 @@ class Delivery:
 class LLM:
     """`LLM("smollm2-135m").generate("Once upon a time")[0].text`
 
-    model              a folder, a name or hub id, or `preset:NAME[:SCHEME]` (random weights, no tokenizer: token ids only)
+    model              a folder, a name or hub id, or `preset:NAME[:SCHEME]` (random weights, no
+                       tokenizer: token ids only)
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
-    memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
-    prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer make the gaps between tokens
-                       smaller, and first tokens later. None: 4,096; CPU: 512, and of a server fewer, by the time they take
-    turns              a server's answers and prompts on a GPU: in steps of their own by turns, prompts in small passes (turns.py)
+    memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the
+                       device on a GPU
+    prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer
+                          make the gaps between tokens
+                       smaller, and first tokens later. None: 4,096; CPU: 512, and of a server
+                           fewer, by the time they take
+    turns              a server's answers and prompts on a GPU: in steps of their own by turns,
+                       prompts in small passes (turns.py)
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
-    head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the folder asks for, else as stored
-    native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
-                       None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
-    offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step
-    speculate          ngram, model:NAME, eagle3:NAME, mtp or auto: guess tokens and check several in one step (docs/speculation.md); off
-    kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
-                       own files ask for, which is what happens if nothing is given
-    prompt_dtype       int8 or fp8: steps of more than 256 tokens multiply 4-bit weights in 8 bits, faster and less exactly
-    adapters           LoRA adapters of PEFT, {name: folder}: `generate(..., adapter=name)` answers with one
+    head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the
+                       folder asks for, else as stored
+    native             on a CPU: kernels in C that read weights in the bits of their file, whole
+                       steps in one call; None: where they can (`executor` says which runs, and
+                       why), False: torch, True: nothing else
+    offload            on a GPU: so many layers lie in the host's memory and come over the bus for
+                       each step
+    speculate          ngram, model:NAME, eagle3:NAME, mtp or auto: guess tokens and check several
+                       in one step (docs/speculation.md); off
+    kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of
+                       activations), or auto: as the model's own files ask for, which is what
+                       happens if nothing is given
+    prompt_dtype       int8 or fp8: steps of more than 256 tokens multiply 4-bit weights in 8 bits,
+                       faster and less exactly
+    adapters           LoRA adapters of PEFT, {name: folder}: `generate(..., adapter=name)` answers
+                       with one
     """
 
-    def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
-                 max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
-                 max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
-                 prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None,
-                 turns: bool = False,
-                 kv_dtype: str | None = None, speculate: str | None = None, prompt_dtype: str | None = None,
-                 adapters: Mapping[str, str | Path] | None = None):
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        max_model_len: int | None = None,
+        memory_fraction: float | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        blocks: int | None = None,
+        prefix_cache: bool = True,
+        seed: int = 0,
+        exact: bool = False,
+        decoder: Decoder | None = None,
+        head: str | None = None,
+        native: bool | None = None,
+        offload: int = 0,
+        prompt_tokens_beside: int | None = None,
+        turns: bool = False,
+        kv_dtype: str | None = None,
+        speculate: str | None = None,
+        prompt_dtype: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+    ):
         self.name = str(model)
         wanted = Speculation.parse(speculate)
         if prompt_dtype is not None:
             check_prompt_dtype(prompt_dtype)
             if offload:
-                raise OptionError("prompt_dtype needs all weights on the GPU: leave it out, or leave out offload")
+                raise OptionError(
+                    "prompt_dtype needs all weights on the GPU: leave it out, or leave out offload"
+                )
         self.device = pick_device(device)
         if turns and (self.device.type == "cpu" or wanted.kind != "off"):
-            raise OptionError("turns is for a GPU without speculation: leave it out, or leave out speculate")
+            raise OptionError(
+                "turns is for a GPU without speculation: leave it out, or leave out speculate"
+            )
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        scheme = choose_kv_scheme(kv_dtype, self.weights, ModelConfig.from_dict(self.weights.config))
+        scheme = choose_kv_scheme(
+            kv_dtype, self.weights, ModelConfig.from_dict(self.weights.config)
+        )
         self.decoder: Any = decoder
         self.executor = "the decoder that was given"
         if decoder is None:
@@ -136,17 +183,26 @@ class LLM:
             if not adapters:  # what they add to queries and keys is not balanced
                 served = balance_keys(served, scheme)
             with shortage.told(f"{model}: its weights do not fit"):
-                self.decoder, self.executor = load_decoder(served, self.device, self.dtype, exact=exact,
-                                                           native=native, offload=offload,
-                                                           adapters=self._read_adapters(adapters),
-                                                           eight_bit_prompts=prompt_dtype is not None,
-                                                           tapped=wanted.is_head)
+                self.decoder, self.executor = load_decoder(
+                    served,
+                    self.device,
+                    self.dtype,
+                    exact=exact,
+                    native=native,
+                    offload=offload,
+                    adapters=self._read_adapters(adapters),
+                    eight_bit_prompts=prompt_dtype is not None,
+                    tapped=wanted.is_head,
+                )
         if prompt_dtype is not None:
             self.decoder.narrow_prompts(prompt_dtype)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
-            raise OptionError(f"max_model_len {context} is more than the {config.context_length} tokens this model is made for")
+            raise OptionError(
+                f"max_model_len {context} is more than the {config.context_length} "
+                f"tokens this model is made for"
+            )
         generation = getattr(self.weights, "generation_config", {})
         self.sampling_defaults = sampling_defaults(generation)
         defaults = DEFAULTS[self.device.type]
@@ -162,31 +218,67 @@ class LLM:
         drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
         workspace = graphs = 0
         if self.device.type == "cuda":
-            with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
-                workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
+            with shortage.told(
+                f"{model}: a step of {tokens:,} tokens does not fit beside its weights"
+            ):
+                workspace = measure_workspace(
+                    self.decoder, shape, tokens=tokens, context=context, block_size=block_size
+                )
             graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
-            if drafter is not None or guessing is not None:  # steps with guesses are captured beside the others
+            # steps with guesses are captured beside the others
+            if drafter is not None or guessing is not None:
                 graphs += graph_bytes(self.decoder, CAPACITY, 0)
             if isinstance(drafter, ModelDrafter):
                 graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
-        slots = count_states(shape, device=self.device, sequences=sequences, memory_fraction=memory_fraction,
-                             reserved=(workspace, graphs))
+        slots = count_states(
+            shape,
+            device=self.device,
+            sequences=sequences,
+            memory_fraction=memory_fraction,
+            reserved=(workspace, graphs),
+        )
         held = slots * shape.state_bytes
-        blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
-                                        memory_fraction=memory_fraction, reserved=(workspace, graphs, held))
+        blocks = blocks or count_blocks(
+            shape,
+            block_size=block_size,
+            device=self.device,
+            context=context,
+            sequences=sequences,
+            memory_fraction=memory_fraction,
+            reserved=(workspace, graphs, held),
+        )
         kv_tokens = blocks * block_size
-        self._memory = Memory(self.decoder.nbytes - self._offloaded(), workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens,
-                              held, slots)
+        self._memory = Memory(
+            self.decoder.nbytes - self._offloaded(),
+            workspace,
+            graphs,
+            kv_tokens * shape.token_bytes,
+            kv_tokens,
+            held,
+            slots,
+        )
         self.engine = Engine(
-            self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
-            block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed, max_num_batched_tokens=tokens,
+            self.decoder,
+            shape,
+            vocabulary=config.vocab_size,
+            device=self.device,
+            max_model_len=context,
+            blocks=blocks,
+            block_size=block_size,
+            max_num_seqs=sequences,
+            prefix_cache=prefix_cache,
+            seed=seed,
+            max_num_batched_tokens=tokens,
             prompt_tokens_beside=prompt_tokens_beside or defaults["prompt_tokens_beside"],
             decode=self.tokenizer.decode if self.tokenizer else None,
-            end_ids=end_ids(config.eos_ids, generation, self.tokenizer), state_slots=slots,
+            end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
+            state_slots=slots,
         )
         self.beside = prompt_tokens_beside
         self.turns = turns
-        self.engine.independent_tokens = self.tokenizer is not None and self.tokenizer.bytes is not None
+        self.engine.independent_tokens = (
+            self.tokenizer is not None and self.tokenizer.bytes is not None
+        )
         self.engine.scheduler.long_prompts = long_prompts(config)
         if guessing is not None:
             assert wanted.guesses is not None
@@ -199,8 +291,10 @@ class LLM:
         self._delivery: Delivery | None = None  # of the step that runs in that thread
 
     def pace_prompts(self) -> None:
-        """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside their answers are bounded by
-        time, unless by a given number; on a GPU they take turns with answers where that is asked for."""
+        """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside
+        their answers are bounded by time, unless by a given number; on a GPU they take turns with
+        answers where that is asked for.
+        """
         scheduler = self.engine.scheduler
         if self.engine.runner.passes is not None:
             self.engine.runner.passes.patient = True
@@ -211,19 +305,41 @@ class LLM:
         scheduler.turns = Turns(SIZES) if self.turns else None
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
-        return Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config))) if folders else None
+        return (
+            Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config)))
+            if folders
+            else None
+        )
 
-    def _drafter(self, wanted: Speculation, *, context: int, sequences: int, block_size: int) -> Drafter | None:
-        """Who guesses. A model's weights and cache are there before the memory for this one's cache is counted."""
+    def _drafter(
+        self, wanted: Speculation, *, context: int, sequences: int, block_size: int
+    ) -> Drafter | None:
+        """Who guesses. A model's weights and cache are there before the memory for this one's cache
+        is counted.
+        """
         if wanted.kind == "off" or wanted.is_head:  # a head is part of the engine's steps
             return None
         if wanted.model is None:
             return NgramDrafter()
         weights, tokenizer = open_model(wanted.model, self.device)
         if self.tokenizer is not None and tokenizer is not None:
-            check_vocabularies(self.name, self.tokenizer.inner.get_vocab(), wanted.model, tokenizer.inner.get_vocab())
-        check_vocabularies(self.name, self.config.vocab_size, wanted.model, ModelConfig.from_dict(weights.config).vocab_size)
-        dtype = choose_dtype(None, weights.config, self.device) if self.device.type == "cuda" else self.dtype
+            check_vocabularies(
+                self.name,
+                self.tokenizer.inner.get_vocab(),
+                wanted.model,
+                tokenizer.inner.get_vocab(),
+            )
+        check_vocabularies(
+            self.name,
+            self.config.vocab_size,
+            wanted.model,
+            ModelConfig.from_dict(weights.config).vocab_size,
+        )
+        dtype = (
+            choose_dtype(None, weights.config, self.device)
+            if self.device.type == "cuda"
+            else self.dtype
+        )
         with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
             decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
         config = decoder.config
@@ -232,8 +348,16 @@ class LLM:
             refuse_speculation(wanted, wanted.model)
         longest = min(context, config.context_length)
         blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
-        return ModelDrafter(decoder, shape, vocabulary=config.vocab_size, device=self.device, context=longest,
-                            sequences=sequences, blocks=blocks, block_size=block_size)
+        return ModelDrafter(
+            decoder,
+            shape,
+            vocabulary=config.vocab_size,
+            device=self.device,
+            context=longest,
+            sequences=sequences,
+            blocks=blocks,
+            block_size=block_size,
+        )
 
     def _offloaded(self) -> int:
         """Bytes of weights that are not on the device."""
@@ -245,7 +369,9 @@ class LLM:
         return self._memory
 
     def warm_up(self) -> None:
-        """Capture greedy decode steps and prompts of every size now, so that no request waits for it; nothing on a CPU."""
+        """Capture greedy decode steps and prompts of every size now, so that no request waits for
+        it; nothing on a CPU.
+        """
         runner = self.engine.runner
         for captured in (runner.steps, runner.passes):
             if captured is not None:
@@ -258,24 +384,31 @@ class LLM:
                 runner.shared_steps.warm_up()
 
     @takes_fields_of(SamplingParams)
-    def generate(self, prompts: Prompt | Sequence[Prompt],
-                 params: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False,
-                 chat_template_kwargs: Mapping[str, Any] | None = None,
-                 adapter: str | Sequence[str | None] | None = None,
-                 **sampling: Unpack[SamplingOptions]) -> list[Output]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> list[Output]:
         """Answer all prompts, in their order.
 
-        How tokens are chosen is told by keywords (`max_tokens=5, temperature=0`) or by `params`: one
-        SamplingParams for all prompts, or one for each. A max_tokens that is given must fit into the
-        context; without one an answer has up to 256 tokens, fewer where the context ends.
-        `chat_template_kwargs` are the chat template's own; `adapter` names one of those
-        loaded, for all prompts or, in a list, for each.
+        How tokens are chosen is told by keywords (`max_tokens=5, temperature=0`) or by `params`:
+        one SamplingParams for all prompts, or one for each. A max_tokens that is given must fit
+        into the context; without one an answer has up to 256 tokens, fewer where the context ends.
+        `chat_template_kwargs` are the chat template's own; `adapter` names one of those loaded, for
+        all prompts or, in a list, for each.
         """
         items = as_prompts(prompts)
         each = params_of_each(params, sampling, len(items))
         names = adapter_of_each(adapter, len(items))
-        prepared = [self._prepare(item, one, sampling, chat_template_kwargs, name)
-                    for item, one, name in zip(items, each, names, strict=True)]
+        prepared = [
+            self._prepare(item, one, sampling, chat_template_kwargs, name)
+            for item, one, name in zip(items, each, names, strict=True)
+        ]
         submitted: list[list[Request]] = []
         try:
             for one in prepared:
@@ -285,55 +418,102 @@ class LLM:
                 check_served(request.finish_reason, request.stop_reason)
         finally:  # Ctrl-C or a failure: leave nothing behind in the engine
             self.engine.cancel(request for requests in submitted for request in requests)
-        return [Output.of(one.text, one.tokens, requests)
-                for one, requests in zip(prepared, submitted, strict=True)]
+        return [
+            Output.of(one.text, one.tokens, requests)
+            for one, requests in zip(prepared, submitted, strict=True)
+        ]
 
     @takes_fields_of(SamplingParams)
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, *,
-             chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | None = None,
-             **sampling: Unpack[SamplingOptions]) -> Output:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Output:
         """The next message of a conversation; `chat_template_kwargs={"enable_thinking": False}`
         and the like go to the chat template."""
-        outputs = self.generate([messages], params, chat_template_kwargs=chat_template_kwargs, adapter=adapter,
-                                **sampling)
+        outputs = self.generate(
+            [messages],
+            params,
+            chat_template_kwargs=chat_template_kwargs,
+            adapter=adapter,
+            **sampling,
+        )
         return outputs[0]
 
     @takes_fields_of(SamplingParams)
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *,
-               chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | None = None,
-               **sampling: Unpack[SamplingOptions]) -> Stream:
-        """One prompt, chunk by chunk, by `for` or by `async for`. Leaving the loop cancels the rest."""
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Stream:
+        """One prompt, chunk by chunk, by `for` or by `async for`. Leaving the loop cancels the
+        rest.
+        """
         prepared = self._prepare(prompt, params, sampling, chat_template_kwargs, adapter)
-        return Stream(prepared.text, prepared.tokens, lambda requests: self._chunks(prepared, requests),
-                      lambda requests: self._chunks_async(prepared, requests))
+        return Stream(
+            prepared.text,
+            prepared.tokens,
+            lambda requests: self._chunks(prepared, requests),
+            lambda requests: self._chunks_async(prepared, requests),
+        )
 
     @takes_fields_of(SamplingParams)
-    def iterate(self, prompt: Prompt, params: SamplingParams | None = None, *,
-                chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | None = None,
-                **sampling: Unpack[SamplingOptions]) -> Generator[Chunk, None, None]:
+    def iterate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Generator[Chunk, None, None]:
         """As `stream`, as a plain generator."""
-        return self._chunks(self._prepare(prompt, params, sampling, chat_template_kwargs, adapter), [])
+        return self._chunks(
+            self._prepare(prompt, params, sampling, chat_template_kwargs, adapter), []
+        )
 
     def room(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> int:
-        """Tokens that the context holds beyond this prompt; 0 where the prompt alone is too long."""
+        """Tokens that the context holds beyond this prompt; 0 where the prompt alone is
+        too long.
+        """
         _, tokens = self._encode(prompt, chat_template_kwargs)
         return max(0, self.engine.max_model_len - len(tokens))
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, *,
-                chat_template_kwargs: Mapping[str, Any] | None = None) -> Prepared:
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prepared:
         """A prompt of any kind as token ids, with complete parameters."""
         return self._prepare(prompt, params, {}, chat_template_kwargs)
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams | None, sampling: SamplingOptions,
-                 template: Mapping[str, Any] | None, adapter: str | None = None) -> Prepared:
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        sampling: SamplingOptions,
+        template: Mapping[str, Any] | None,
+        adapter: str | None = None,
+    ) -> Prepared:
         text, tokens = self._encode(prompt, template)
         chosen = one_of(params, sampling)
         given = params is not None or "max_tokens" in sampling
         complete = chosen.with_defaults(self.sampling_defaults)
         return Prepared(text, tokens, self._fit(tokens, complete, given), adapter)
 
-    def _encode(self, prompt: Prompt,
-                template: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
+    def _encode(
+        self, prompt: Prompt, template: Mapping[str, Any] | None
+    ) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
             return None, list(cast(Sequence[int], prompt))
         if self.tokenizer is None:
@@ -353,14 +533,18 @@ class LLM:
             return params
         if not given:
             return replace(params, max_tokens=room)
-        raise RequestError(f"the prompt has {len(tokens)} tokens and max_tokens asks for "
-                           f"{params.max_tokens} more, but the context holds {context}; ask for at most "
-                           f"{room}, or raise max_model_len")
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens and max_tokens asks for "
+            f"{params.max_tokens} more, but the context holds {context}; ask for "
+            f"at most "
+            f"{room}, or raise max_model_len"
+        )
 
     def _chunks(self, prepared: Prepared, requests: list[Request]) -> Generator[Chunk, None, None]:
         chunks: deque[Chunk] = deque()  # a step of another thread may bring some too
-        requests += self.engine.submit(prepared.tokens, prepared.params, listener=chunks.append,
-                                       adapter=prepared.adapter)
+        requests += self.engine.submit(
+            prepared.tokens, prepared.params, listener=chunks.append, adapter=prepared.adapter
+        )
         try:
             while chunks or not all(request.finished for request in requests):
                 if not chunks:
@@ -372,13 +556,17 @@ class LLM:
         finally:
             self.engine.cancel(requests)
 
-    async def _chunks_async(self, prepared: Prepared,
-                            requests: list[Request]) -> AsyncGenerator[Chunk, None]:
+    async def _chunks_async(
+        self, prepared: Prepared, requests: list[Request]
+    ) -> AsyncGenerator[Chunk, None]:
         loop = asyncio.get_running_loop()
         queue = asyncio.Queue[Chunk]()
-        requests += self.engine.submit(prepared.tokens, prepared.params,
-                                       listener=lambda chunk: self._deliver(loop, queue, chunk),
-                                       adapter=prepared.adapter)
+        requests += self.engine.submit(
+            prepared.tokens,
+            prepared.params,
+            listener=lambda chunk: self._deliver(loop, queue, chunk),
+            adapter=prepared.adapter,
+        )
         self._drive(loop)
         unfinished = len(requests)
         try:
@@ -400,10 +588,15 @@ class LLM:
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("generating", total=sum(request.limit - len(request.prompt) for request in requests))
+            task = progress.add_task(
+                "generating", total=sum(request.limit - len(request.prompt) for request in requests)
+            )
             while not all(request.finished for request in requests):
                 self.engine.step()
-                done = sum(request.limit - len(request.prompt) if request.finished else request.generated for request in requests)
+                done = sum(
+                    request.limit - len(request.prompt) if request.finished else request.generated
+                    for request in requests
+                )
                 progress.update(task, completed=done)
 
     def _drive(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -414,7 +607,8 @@ class LLM:
         async def run() -> None:
             step = Delivery(loop, deque())
             while self.engine.busy:
-                with contextlib.suppress(Exception):  # the engine has told every request that waited for it
+                # the engine has told every request that waited for it
+                with contextlib.suppress(Exception):
                     await loop.run_in_executor(self._thread, self._step_for, step)
                 while step.chunks:
                     queue, chunk = step.chunks.popleft()
@@ -429,9 +623,13 @@ class LLM:
         finally:
             self._delivery = None
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
-        """A loop gets all chunks of its own step when the step returns. To be woken for each would make its thread and the
-        step's take turns at the interpreter, once for every row of the batch."""
+    def _deliver(
+        self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk
+    ) -> None:
+        """A loop gets all chunks of its own step when the step returns. To be woken for each would
+        make its thread and the step's take turns at the interpreter, once for every row of the
+        batch.
+        """
         delivery = self._delivery
         if delivery is not None and delivery.loop is loop:
             delivery.chunks.append((queue, chunk))
@@ -445,16 +643,21 @@ def one_of(params: SamplingParams | None, sampling: SamplingOptions) -> Sampling
     if params is None:
         return SamplingParams(**sampling)
     if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}; or give "
-                           "keywords, such as max_tokens=5")
+        raise RequestError(
+            f"params must be SamplingParams, not {type(params).__name__}; or give "
+            "keywords, such as max_tokens=5"
+        )
     if sampling:
-        raise RequestError(f"{next(iter(sampling))} is given beside params; put it into the "
-                           "SamplingParams, or give keywords only")
+        raise RequestError(
+            f"{next(iter(sampling))} is given beside params; put it into the "
+            "SamplingParams, or give keywords only"
+        )
     return params
 
 
-def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None,
-                   sampling: SamplingOptions, count: int) -> list[SamplingParams | None]:
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, sampling: SamplingOptions, count: int
+) -> list[SamplingParams | None]:
     """One for each prompt; None where only keywords tell."""
     if params is None or isinstance(params, SamplingParams) or not isinstance(params, Sequence):
         one_of(params, sampling)  # refused before any prompt is looked at

@@ -52,7 +52,9 @@ def load_decoder(
     eight_bit_prompts: bool = False,
     tapped: bool = False,
 ) -> tuple[Any, str]:
-    """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
+    """A decoder, and in words which: the native one of a CPU where it can run the model, else
+    torch's.
+    """
     from flyweight.models import native as own
 
     if offload and device.type != "cuda":
@@ -92,11 +94,13 @@ def load_head(wanted: Speculation, weights: Any, target: Decoder) -> DraftHead:
 
     if not hasattr(target, "taps"):
         raise OptionError(
-            f"speculate: {wanted.kind} needs the hidden states of the model, which this decoder does not give"
+            f"speculate: {wanted.kind} needs the hidden states of the model, which this decoder "
+            f"does not give"
         )
     if long_prompts(target.config) is not None:
         raise OptionError(
-            f"speculate: {wanted.kind} cannot guess for models whose rope changes with the length of a prompt"
+            f"speculate: {wanted.kind} cannot guess for models whose rope changes with the length "
+            f"of a prompt"
         )
     with shortage.told(
         f"{wanted.model or wanted.kind}: its weights do not fit beside those of the model"
@@ -118,7 +122,8 @@ def load_head(wanted: Speculation, weights: Any, target: Decoder) -> DraftHead:
 def refuse_speculation(wanted: Speculation, name: str) -> None:
     if wanted.kind != "off":
         raise OptionError(
-            f"speculate: the layers of {name} keep a state that a wrong guess could not be taken out of again; "
+            f"speculate: the layers of {name} keep a state that a wrong guess could not be taken "
+            f"out of again; "
             "leave it out"
         )
 
@@ -140,7 +145,9 @@ def choose_dtype(
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json says about sampling. `do_sample: false` asks for the likeliest token."""
+    """What generation_config.json says about sampling. `do_sample: false` asks for the likeliest
+    token.
+    """
     names = ("temperature", "top_k", "top_p", "repetition_penalty")
     found = {name: generation[name] for name in names if generation.get(name) is not None}
     return found | ({"temperature": 0.0} if generation.get("do_sample") is False else {})

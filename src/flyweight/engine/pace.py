@@ -1,16 +1,18 @@
 """How many tokens of prompts may run beside answers, by the time they take.
 
-A fixed number of tokens is too many for a slow machine: on two cores 512 of them take ten times as long as the answers
-alone, and every answer waits. So a server on a CPU learns two figures from the steps it has read: what a step of answers
-takes, and what a token of a prompt adds to it. Prompts then get as many tokens as add `STRETCH` times the former.
+A fixed number of tokens is too many for a slow machine: on two cores 512 of them take ten times as
+long as the answers alone, and every answer waits. So a server on a CPU learns two figures from the
+steps it has read: what a step of answers takes, and what a token of a prompt adds to it. Prompts
+then get as many tokens as add `STRETCH` times the former.
 
-Offline nobody waits between tokens, and steps that depend on the clock would not come out the same twice: there the fixed
-number stands.
+Offline nobody waits between tokens, and steps that depend on the clock would not come out the same
+twice: there the fixed number stands.
 """
 
 from __future__ import annotations
 
-STRETCH = 1.5  # a step with prompts takes 2.5 times one without: within three, which readers hardly notice
+# a step with prompts takes 2.5 times one without: within three, which readers hardly notice
+STRETCH = 1.5
 FEWEST = 32  # tokens: a prompt must get on, and a smaller pass costs hardly less
 NEW = 0.2  # the weight of the latest step in the moving averages
 
@@ -33,7 +35,9 @@ class Pace:
         """Of prompts, in the next step beside answers."""
         if not self.answer_seconds or not self.token_seconds:
             return most
-        return max(min(FEWEST, most), min(most, int(STRETCH * self.answer_seconds / self.token_seconds)))
+        return max(
+            min(FEWEST, most), min(most, int(STRETCH * self.answer_seconds / self.token_seconds))
+        )
 
 
 def average(before: float | None, value: float) -> float:

@@ -1,15 +1,19 @@
-"""Prefill passes of a whole model, and mixed ones, as CUDA graphs: one launch instead of some four hundred from Python.
+"""Prefill passes of a whole model, and mixed ones, as CUDA graphs: one launch instead of some four
+hundred from Python.
 
-A step's tokens are padded to one of SIZES (`packed.Padding`), and all that it reads lies in a fixed place: its integers in
-`inputs`, how its attention is cut up in the tables of a `FixedPlan`. So what is captured for one step serves every other of the
-same key: size, and the numbers of tiles of its attention, rounded up. Sizes are chosen so that the matrix kernels, whose tiles
-have up to 256 rows, do nothing more for the padding. A prompt that runs alone from its first token needs no tables: torch's
-attention takes it, and tokens see nothing of what comes after them.
+A step's tokens are padded to one of SIZES (`packed.Padding`), and all that it reads lies in a fixed
+place: its integers in `inputs`, how its attention is cut up in the tables of a `FixedPlan`. So what
+is captured for one step serves every other of the same key: size, and the numbers of tiles of its
+attention, rounded up. Sizes are chosen so that the matrix kernels, whose tiles have up to 256 rows,
+do nothing more for the padding. A prompt that runs alone from its first token needs no tables:
+torch's attention takes it, and tokens see nothing of what comes after them.
 
-A pass is launched one by one before it is captured, which compiles what is not compiled yet. Prompts alone are captured at
-once; mixed steps, of which there are many kinds, when a kind comes again. Capturing takes as long as several steps. So a server,
-whose readers wait meanwhile, leaves it for when nobody is there (`rest`), unless a kind keeps coming. Longer passes are launched one by one: they keep the
-device busy for longer than that takes. The head and the choice of tokens follow outside of the graph, while the device is busy.
+A pass is launched one by one before it is captured, which compiles what is not compiled yet.
+Prompts alone are captured at once; mixed steps, of which there are many kinds, when a kind comes
+again. Capturing takes as long as several steps. So a server, whose readers wait meanwhile, leaves
+it for when nobody is there (`rest`), unless a kind keeps coming. Longer passes are launched one by
+one: they keep the device busy for longer than that takes. The head and the choice of tokens follow
+outside of the graph, while the device is busy.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from flyweight.transfer import upload
 
 INSISTENT = 4  # times that a kind has come: then it is captured even though readers wait
 MOST = 96  # kinds of passes held; the one that was not used for longest goes
-AFTER = (16, 1024, 2048)  # cached tokens: with so many the attention of a part of a prompt is cut up in different ways
+# cached tokens: with so many the attention of a part of a prompt is cut up in different ways
+AFTER = (16, 1024, 2048)
 
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
@@ -63,7 +68,9 @@ class PassGraphs:
         self.adapted = rows.adapters is not None
         size += 4 * most if self.adapted else 0
         self.inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        self.states = torch.zeros(most, decoder.config.hidden_size, dtype=decoder.dtype, device=self.device)
+        self.states = torch.zeros(
+            most, decoder.config.hidden_size, dtype=decoder.dtype, device=self.device
+        )
         self.windows, self.context = set(decoder.config.windows), rows.pages * caches[0].block_size
         self.held: dict[Hashable, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
@@ -72,7 +79,9 @@ class PassGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture prompts alone of every size that the context allows; the largest first, whose memory the others live in."""
+        """Capture prompts alone of every size that the context allows; the largest first, whose
+        memory the others live in.
+        """
         for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
             self._run_through(size)
 
@@ -91,8 +100,11 @@ class PassGraphs:
         with self.decoder.active():
             adapters = [numpy.full(size, NOBODY, dtype=numpy.int32)] if self.adapted else []
             tokens, positions, slots, *chosen, tables = upload(
-                self.device, *filler(size, spare, page), *adapters, table, into=self.inputs)
-            self.hidden(Batch(tokens, positions, slots, tables, [0, size], [length], tokens[:0], *chosen))
+                self.device, *filler(size, spare, page), *adapters, table, into=self.inputs
+            )
+            self.hidden(
+                Batch(tokens, positions, slots, tables, [0, size], [length], tokens[:0], *chosen)
+            )
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -140,7 +152,10 @@ class PassGraphs:
     def _plans(self, batch: Batch) -> Plans:
         from flyweight.kernels.attention.plan import FixedPlan
 
-        return {window: FixedPlan(batch, self.caches[0], window, heads=self.decoder.config.heads) for window in self.windows}
+        return {
+            window: FixedPlan(batch, self.caches[0], window, heads=self.decoder.config.heads)
+            for window in self.windows
+        }
 
     def _make_room(self) -> None:
         if len(self.held) >= MOST:

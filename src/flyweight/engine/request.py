@@ -1,7 +1,7 @@
 """What a caller asks for and gets: SamplingParams in, Chunks while it runs, Outputs at the end.
 
-A `Request` is one sequence in flight: n samples of one prompt are n requests that share the prompt's cache blocks.
-It is plain Python, so that the scheduler can be tested without a model.
+A `Request` is one sequence in flight: n samples of one prompt are n requests that share the
+prompt's cache blocks. It is plain Python, so that the scheduler can be tested without a model.
 """
 
 from __future__ import annotations
@@ -20,22 +20,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LIMITS: dict[str, tuple[float, float]] = {  # field → (least, most) allowed, both included
-    "max_tokens": (1, 2**31), "min_tokens": (0, 2**31), "temperature": (0, 100), "top_k": (0, 2**31),
-    "top_p": (1e-6, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100), "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100), "logprobs": (0, 1000), "prompt_logprobs": (0, 1000), "n": (1, 1024),
+    "max_tokens": (1, 2**31),
+    "min_tokens": (0, 2**31),
+    "temperature": (0, 100),
+    "top_k": (0, 2**31),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "logprobs": (0, 1000),
+    "prompt_logprobs": (0, 1000),
+    "n": (1, 1024),
 }
 MOST_BIAS = 1e9
-LEAST_TEMPERATURE = 1e-5  # below it the likeliest token always wins, and dividing by it could overflow
+# below it the likeliest token always wins, and dividing by it could overflow
+LEAST_TEMPERATURE = 1e-5
 WHOLE = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "n", "seed"}
 
 
 @checked("sampling parameter", RequestError)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. None for temperature, top_k, top_p or repetition_penalty: as the model's generation_config says.
+    """How to choose tokens. None for temperature, top_k, top_p or repetition_penalty: as the
+    model's generation_config says.
 
-    The filters act in this order: penalties and bias, temperature, top_k, top_p, min_p. Logprobs are those of the
-    model itself, before any of them.
+    The filters act in this order: penalties and bias, temperature, top_k, top_p, min_p. Logprobs
+    are those of the model itself, before any of them.
     """
 
     max_tokens: int | None = 256  # None: until the context is full
@@ -43,7 +54,8 @@ class SamplingParams:
     top_k: int | None = None  # 0: off
     top_p: float | None = None
     min_p: float = 0.0  # relative to the likeliest token
-    repetition_penalty: float | None = None  # > 1 divides the logits of tokens seen in prompt or answer
+    # > 1 divides the logits of tokens seen in prompt or answer
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0  # subtracted once for tokens seen in the answer
     frequency_penalty: float = 0.0  # subtracted for each time a token was seen in the answer
     seed: int | None = None  # None: drawn from the engine's own seed
@@ -66,17 +78,27 @@ class SamplingParams:
         if self.temperature is not None and self.temperature < LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}"
+            )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Fill what the caller left open: from the model's generation_config, then plain sampling."""
+        """Fill what the caller left open: from the model's generation_config, then
+        plain sampling.
+        """
         plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-        chosen = {name: defaults.get(name, value) for name, value in plain.items() if getattr(self, name) is None}
+        chosen = {
+            name: defaults.get(name, value)
+            for name, value in plain.items()
+            if getattr(self, name) is None
+        }
         return dataclasses.replace(self, **chosen)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of SamplingParams as keywords of a call, for type checkers; a test keeps the two alike."""
+    """The fields of SamplingParams as keywords of a call, for type checkers; a test keeps the two
+    alike.
+    """
 
     max_tokens: int | None
     temperature: float | None
@@ -106,15 +128,25 @@ def check_field(name: str, value: Any) -> None:
     if name in ("stop", "stop_token_ids"):
         kind: type = str if name == "stop" else int
         if bad := [item for item in value if not isinstance(item, kind) or item == ""]:
-            raise RequestError(f"{name} must hold {'non-empty strings' if kind is str else 'token ids'}, not {bad[0]!r}")
+            raise RequestError(
+                f"{name} must hold "
+                f"{'non-empty strings' if kind is str else 'token ids'}, not "
+                f"{bad[0]!r}"
+            )
         return
-    if name == "logit_bias" and not all(isinstance(key, int) and is_bias(bias) for key, bias in value.items()):
-        raise RequestError(f"logit_bias must map token ids to numbers up to {MOST_BIAS:g}, not {value!r}")
+    if name == "logit_bias" and not all(
+        isinstance(key, int) and is_bias(bias) for key, bias in value.items()
+    ):
+        raise RequestError(
+            f"logit_bias must map token ids to numbers up to {MOST_BIAS:g}, not {value!r}"
+        )
     if value is None or name in ("ignore_eos", "logit_bias"):
         return
     whole = name in WHOLE
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise RequestError(f"{name} must be a {'whole number' if whole else 'number'}, not {value!r}")
+        raise RequestError(
+            f"{name} must be a {'whole number' if whole else 'number'}, not {value!r}"
+        )
     least, most = LIMITS.get(name, (-(2**63), 2**64))
     if not least <= value <= most:
         raise RequestError(f"{name} must lie between {least:g} and {most:.10g}, not {value}")
@@ -135,7 +167,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of `time.perf_counter`. Chunks are (time, number of tokens), in the order they came."""
+    """Seconds of `time.perf_counter`. Chunks are (time, number of tokens), in the order
+    they came.
+    """
 
     arrival: float
     chunks: tuple[tuple[float, int], ...]
@@ -151,7 +185,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample. `finish_reason` is stop (end of text or a stop word), length or cancelled."""
+    """One finished sample. `finish_reason` is stop (end of text or a stop word), length or
+    cancelled.
+    """
 
     index: int
     text: str
@@ -178,8 +214,12 @@ class Output:
     def of(cls, prompt: str | None, tokens: list[int], requests: Sequence[Request]) -> Output:
         """Of requests that are over, or as far as they have come."""
         wanted = bool(requests) and requests[0].params.prompt_logprobs is not None
-        return cls(prompt, tokens, [request.completion() for request in requests],
-                   (requests[0].prompt_logprobs or [None]) if wanted else None)
+        return cls(
+            prompt,
+            tokens,
+            [request.completion() for request in requests],
+            (requests[0].prompt_logprobs or [None]) if wanted else None,
+        )
 
     @property
     def text(self) -> str:
@@ -215,8 +255,9 @@ class Constraint(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence in flight. The scheduler owns `state`, `rope_row`, `blocks`, `digests`, `registered`,
-    `computed`, `state_slot` and `state_source`."""
+    """One sequence in flight. The scheduler owns `state`, `rope_row`, `blocks`, `digests`,
+    `registered`, `computed`, `state_slot` and `state_source`.
+    """
 
     number: int  # by arrival, the order of service
     prompt: list[int]
@@ -224,7 +265,8 @@ class Request:
     seed: int
     limit: int  # most tokens, prompt included
     index: int = 0  # which of the n samples
-    salt: bytes | None = b""  # only requests of one salt share cache blocks; None shares with nobody
+    # only requests of one salt share cache blocks; None shares with nobody
+    salt: bytes | None = b""
     end_ids: frozenset[int] = frozenset()  # tokens that end the text
     listener: Callable[[Chunk], None] | None = None
     constraint: Constraint | None = None  # such as a grammar: its steps wait for the token before
@@ -282,9 +324,14 @@ class Request:
 
     def completion(self) -> Completion:
         return Completion(
-            index=self.index, text=self.text, token_ids=self.tokens[len(self.prompt) :],
-            finish_reason=self.finish_reason or "cancelled", stop_reason=self.stop_reason,
+            index=self.index,
+            text=self.text,
+            token_ids=self.tokens[len(self.prompt) :],
+            finish_reason=self.finish_reason or "cancelled",
+            stop_reason=self.stop_reason,
             logprobs=None if self.params.logprobs is None else self.logprobs,
-            timing=Timing(self.arrival, tuple(self.chunks)), cached_tokens=self.cached or 0,
-            drafted_tokens=self.drafted, accepted_tokens=self.accepted,
+            timing=Timing(self.arrival, tuple(self.chunks)),
+            cached_tokens=self.cached or 0,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )

@@ -1,8 +1,10 @@
-"""The running sequences as the device sees them: one row each of last token, length, block table and sampling parameters.
+"""The running sequences as the device sees them: one row each of last token, length, block table
+and sampling parameters.
 
-Sampled tokens are written here and read as the next step's input, so a decode step needs nothing from the host but the
-blocks that sequences have just been given. Rows 0 to n − 1 are in use: when a sequence goes, the last one takes its
-place, so that a step captured for n rows, or the next larger number of them, serves all.
+Sampled tokens are written here and read as the next step's input, so a decode step needs nothing
+from the host but the blocks that sequences have just been given. Rows 0 to n − 1 are in use: when a
+sequence goes, the last one takes its place, so that a step captured for n rows, or the next larger
+number of them, serves all.
 """
 
 from __future__ import annotations
@@ -24,27 +26,47 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps a
 
 class Rows:
     before: Tensor | None = None  # every row is a sequence of its own
-    blank: int | None = None  # what tables hold where a sequence has no block, if anybody reads that far
+    # what tables hold where a sequence has no block, if anybody reads that far
+    blank: int | None = None
 
-    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False,
-                 states: int | None = None):
+    def __init__(
+        self,
+        sequences: int,
+        *,
+        pages: int,
+        vocabulary: int,
+        device: torch.device,
+        adapted: bool = False,
+        states: int | None = None,
+    ):
         """`states`: slots of the state pool, the spare one aside, where layers keep states."""
         self.device, self.pages = device, pages
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # the last sampled, not yet in the cache
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)  # that token counted; 0: nobody is here
+        # the last sampled, not yet in the cache
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        # that token counted; 0: nobody is here
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
-        self.adapters = torch.full((rows,), NOBODY, dtype=torch.int32, device=device) if adapted else None  # their slots
+        # their slots
+        self.adapters = (
+            torch.full((rows,), NOBODY, dtype=torch.int32, device=device) if adapted else None
+        )
         self.spare_state = states
         # the slots of their states; rows of nobody have the spare one
-        self.states = None if states is None else torch.full((rows,), states, dtype=torch.int32, device=device)
+        self.states = (
+            None
+            if states is None
+            else torch.full((rows,), states, dtype=torch.int32, device=device)
+        )
         self.sampling = SamplingTable(rows, vocabulary, device)
-        self.sampler = Sampler(vocabulary, device) if unsupported_reason(device) is None else None  # None: by torch's ops
+        # None: by torch's ops
+        self.sampler = Sampler(vocabulary, device) if unsupported_reason(device) is None else None
         self.mode = GREEDY  # joined over all rows
         self.requests: list[Request] = []  # by row
         self.row_of: dict[int, int] = {}  # by request number
         self.written: list[int] = []  # entries of each row's block table
-        self.stamps: list[int] = []  # preemptions of each request when it came: a later one makes its row stale
+        # preemptions of each request when it came: a later one makes its row stale
+        self.stamps: list[int] = []
         self.behind: set[int] = set()  # numbers of requests whose last token only the host knows
 
     def __len__(self) -> int:
@@ -57,8 +79,10 @@ class Rows:
 
     def retain(self) -> None:
         """Drop the rows of requests that will sample nothing more, or start over."""
-        kept = [not request.complete and request.state is State.RUNNING and request.preemptions == stamp
-                for request, stamp in zip(self.requests, self.stamps, strict=True)]
+        kept = [
+            not request.complete and request.state is State.RUNNING and request.preemptions == stamp
+            for request, stamp in zip(self.requests, self.stamps, strict=True)
+        ]
         if all(kept):
             return
         before, count = len(kept), sum(kept)
@@ -93,10 +117,16 @@ class Rows:
         if self.blank is not None:
             self.tables[first : first + len(requests)].fill_(self.blank)
         if self.adapters is not None:
-            (slots,) = upload(self.device, numpy.array([request.adapter for request in requests], dtype=numpy.int32))
+            (slots,) = upload(
+                self.device,
+                numpy.array([request.adapter for request in requests], dtype=numpy.int32),
+            )
             self.adapters[first : first + len(requests)].copy_(slots)
         if self.states is not None:
-            (held,) = upload(self.device, numpy.array([request.state_slot for request in requests], dtype=numpy.int32))
+            (held,) = upload(
+                self.device,
+                numpy.array([request.state_slot for request in requests], dtype=numpy.int32),
+            )
             self.states[first : first + len(requests)].copy_(held)
         self._join_modes()
 
@@ -110,15 +140,23 @@ class Rows:
                 blocks += request.blocks[written:]
                 self.written[row] = count
         if places:
-            at, values = upload(self.device, numpy.array(places, dtype=numpy.int64), numpy.array(blocks, dtype=numpy.int32))
+            at, values = upload(
+                self.device,
+                numpy.array(places, dtype=numpy.int64),
+                numpy.array(blocks, dtype=numpy.int32),
+            )
             self.tables.view(-1).index_copy_(0, at, values)
 
     def leave_behind(self, requests: Sequence[Request]) -> None:
-        """Their tokens were chosen on the host: what the rows hold is old until `catch_up`, or until they are put anew."""
+        """Their tokens were chosen on the host: what the rows hold is old until `catch_up`, or
+        until they are put anew.
+        """
         self.behind.update(request.number for request in requests)
 
     def catch_up(self) -> None:
-        """Write the last tokens and lengths of requests that were left behind, all of whose tokens the host has."""
+        """Write the last tokens and lengths of requests that were left behind, all of whose tokens
+        the host has.
+        """
         requests = [request for request in self.requests if request.number in self.behind]
         self.behind.clear()
         if not requests:
@@ -133,7 +171,9 @@ class Rows:
         self.lengths.index_copy_(0, rows, lengths)
 
     def advance(self, tokens: Tensor) -> None:
-        """The first rows take their likeliest tokens, as a captured step does; those that nobody uses stay at length 0."""
+        """The first rows take their likeliest tokens, as a captured step does; those that nobody
+        uses stay at length 0.
+        """
         count = len(tokens)
         self.tokens[:count].copy_(tokens)
         self.lengths[:count].add_(self.lengths[:count] > 0)
@@ -145,24 +185,50 @@ class Rows:
 
     @property
     def samples_in_step(self) -> bool:
-        """Whether a captured step chooses all tokens itself: some are drawn, and none waits for a mask from the host or needs a
-        table that the step was captured without."""
-        return (self.sampler is not None and self.mode.random and not self.mode.penalized
-                and not any(request.constraint for request in self.requests))
+        """Whether a captured step chooses all tokens itself: some are drawn, and none waits for a
+        mask from the host or needs a table that the step was captured without.
+        """
+        return (
+            self.sampler is not None
+            and self.mode.random
+            and not self.mode.penalized
+            and not any(request.constraint for request in self.requests)
+        )
 
-    def choose(self, logits: Tensor, rows: Tensor | None = None, allowed: Mapping[int, numpy.ndarray] | None = None) -> Tensor:
-        """Tokens as the requests want them chosen, into these rows, whose lengths count them already. `rows` None: the first
-        ones, which have their likeliest tokens. `allowed`: of rows of the logits a bit a token, where not all are."""
+    def choose(
+        self,
+        logits: Tensor,
+        rows: Tensor | None = None,
+        allowed: Mapping[int, numpy.ndarray] | None = None,
+    ) -> Tensor:
+        """Tokens as the requests want them chosen, into these rows, whose lengths count them
+        already. `rows` None: the first ones, which have their likeliest tokens. `allowed`: of rows
+        of the logits a bit a token, where not all are.
+        """
         if self.mode == GREEDY and not allowed:
-            return self.tokens[: len(logits)] if rows is None else self._put(likeliest(logits), rows)
+            return (
+                self.tokens[: len(logits)] if rows is None else self._put(likeliest(logits), rows)
+            )
         if self.sampler is None:
             return self._sample(logits, slice(0, len(logits)) if rows is None else rows, allowed)
-        chosen = None if rows is None else torch.empty(len(logits), dtype=torch.int64, device=self.device)
-        self.sampler(logits, self.sampling.for_kernel(self.tokens, self.lengths), rows=rows, chosen=chosen,
-                     masks=masks_of(allowed, len(logits), self.device) if allowed else None, when=When.AFTER_GREEDY if rows is None else When.ALONE)
+        chosen = (
+            None
+            if rows is None
+            else torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        )
+        self.sampler(
+            logits,
+            self.sampling.for_kernel(self.tokens, self.lengths),
+            rows=rows,
+            chosen=chosen,
+            masks=masks_of(allowed, len(logits), self.device) if allowed else None,
+            when=When.AFTER_GREEDY if rows is None else When.ALONE,
+        )
         return self.tokens[: len(logits)] if chosen is None else chosen
 
-    def _sample(self, logits: Tensor, rows: slice | Tensor, allowed: Mapping[int, numpy.ndarray] | None) -> Tensor:
+    def _sample(
+        self, logits: Tensor, rows: slice | Tensor, allowed: Mapping[int, numpy.ndarray] | None
+    ) -> Tensor:
         """By torch's ops."""
         if allowed:
             logits = masked(logits, allowed)

@@ -1,8 +1,9 @@
-"""Runs a scheduled step: a captured one where every row of `Rows` decodes, else packed into a Batch: for a captured pass, or
-for the decoder where it is too long for one.
+"""Runs a scheduled step: a captured one where every row of `Rows` decodes, else packed into a
+Batch: for a captured pass, or for the decoder where it is too long for one.
 
-It owns the memory of the KV cache and nothing of the policy. Nothing here waits for the device: tokens are sampled into
-the rows, from where the next step takes them, and come to the host on the side, to be read when the host needs them.
+It owns the memory of the KV cache and nothing of the policy. Nothing here waits for the device:
+tokens are sampled into the rows, from where the next step takes them, and come to the host on the
+side, to be read when the host needs them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Model(Protocol):
 
 @dataclass(slots=True)
 class Result:
-    """What a step gave one request: a token if its work samples, more where drafts were right, and the logprobs it asked for."""
+    """What a step gave one request: a token if its work samples, more where drafts were right, and
+    the logprobs it asked for.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -61,10 +64,14 @@ class DecodeSteps(Protocol):
         """The same, and the rows take their likeliest tokens."""
 
     def sample(self, count: int) -> Tensor:
-        """The same, and the rows take tokens by temperature and filters, where `Rows.samples_in_step`."""
+        """The same, and the rows take tokens by temperature and filters, where
+        `Rows.samples_in_step`.
+        """
 
     def warm_up(self, *, advances: bool = True) -> None:
-        """Prepare steps of every size ahead of the first request; not `advances`: their logits alone."""
+        """Prepare steps of every size ahead of the first request; not `advances`: their logits
+        alone.
+        """
 
 
 class Passes(Protocol):
@@ -110,9 +117,11 @@ class Flight:
 
     works: Sequence[Work]
     places: dict[int, int]  # number of a sampling work → its first token among those downloaded
-    download: Download  # tokens, then (logprob, best logprobs, their ids) where wanted, then the same for prompts
+    # tokens, then (logprob, best logprobs, their ids) where wanted, then the same for prompts
+    download: Download
     answers: bool  # logprobs of the chosen tokens are among it
-    prompts: list[tuple[int, list[int]]]  # number of a work, the prompt tokens after each of its own
+    # number of a work, the prompt tokens after each of its own
+    prompts: list[tuple[int, list[int]]]
 
     @property
     def speculative(self) -> bool:
@@ -131,17 +140,24 @@ class Flight:
             work = self.works[i]
             chosen = tokens[place : place + work.outputs]
             kept = chosen[: count_accepted(work.drafts, chosen) + 1]
-            listed = [logprob(token, triple, place + k, work.request.params.logprobs) for k, token in enumerate(kept)]
+            listed = [
+                logprob(token, triple, place + k, work.request.params.logprobs)
+                for k, token in enumerate(kept)
+            ]
             found[i] = Result(kept, [item for item in listed if item])
         for k, (i, follow) in enumerate(self.prompts):
             at = 3 * (k + self.answers)
             count = self.works[i].request.params.prompt_logprobs
-            listed = [logprob(token, rest[at : at + 3], row, count) for row, token in enumerate(follow)]
+            listed = [
+                logprob(token, rest[at : at + 3], row, count) for row, token in enumerate(follow)
+            ]
             found[i] = replace(found[i], prompt_logprobs=[item for item in listed if item])
         return found
 
 
-def logprob(token: int, triple: list[list] | None, row: int, count: int | None) -> TokenLogprob | None:
+def logprob(
+    token: int, triple: list[list] | None, row: int, count: int | None
+) -> TokenLogprob | None:
     if triple is None or count is None:
         return None
     chosen, best, ids = triple
@@ -157,18 +173,37 @@ def slots_of(model: Model) -> Mapping[str, int]:
 class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
-    def __init__(self, model: Model, shape: CacheShape, *, blocks: int, block_size: int, vocabulary: int, device: torch.device,
-                 context: int, sequences: int, state_slots: int = 0):
+    def __init__(
+        self,
+        model: Model,
+        shape: CacheShape,
+        *,
+        blocks: int,
+        block_size: int,
+        vocabulary: int,
+        device: torch.device,
+        context: int,
+        sequences: int,
+        state_slots: int = 0,
+    ):
         self.model = model
         self.device = device
         self.follower: Follower | None = None
         self.block_size = block_size
-        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
-                         adapted=bool(slots_of(model)), states=None if shape.states is None else state_slots)
+        self.rows = Rows(
+            sequences,
+            pages=-(-context // block_size),
+            vocabulary=vocabulary,
+            device=device,
+            adapted=bool(slots_of(model)),
+            states=None if shape.states is None else state_slots,
+        )
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
         # and a spare slot, where steps that are only captured leave their states
-        self.caches = [shape.storage(layer, blocks + 1, block_size, device, slots=state_slots + 1)
-                       for layer in range(shape.layers)]
+        self.caches = [
+            shape.storage(layer, blocks + 1, block_size, device, slots=state_slots + 1)
+            for layer in range(shape.layers)
+        ]
 
     @functools.cached_property
     def steps(self) -> DecodeSteps | None:
@@ -189,28 +224,42 @@ class Runner:
 
     @functools.cached_property
     def shared_steps(self) -> DecodeSteps | None:
-        """Captured steps of rows of which several may be of one sequence, where decode steps are captured."""
+        """Captured steps of rows of which several may be of one sequence, where decode steps are
+        captured.
+        """
         if self.steps is None or not isinstance(self.model, Decoder):
             return None
         from flyweight.engine.graphs import DecodeGraphs
 
         graphs = DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
         for one in filter(None, (graphs, graphs.unadapted)):
-            one.leave_out(size for size in FUSED_SIZES if one.step(size).decode.separate is not None)
+            one.leave_out(
+                size for size in FUSED_SIZES if one.step(size).decode.separate is not None
+            )
         return graphs
 
     @functools.cached_property
     def passes(self) -> Passes | None:
         """Captured passes, where decode steps are captured and Triton is there."""
-        if self.steps is None or not isinstance(self.model, Decoder) or self.rows.states is not None:
+        if (
+            self.steps is None
+            or not isinstance(self.model, Decoder)
+            or self.rows.states is not None
+        ):
             return None
         from flyweight.engine.passes import PassGraphs, unsupported_reason
 
-        return None if unsupported_reason(self.model, self.block_size) else PassGraphs(self.model, self.caches, self.rows)
+        return (
+            None
+            if unsupported_reason(self.model, self.block_size)
+            else PassGraphs(self.model, self.caches, self.rows)
+        )
 
     @torch.inference_mode()
     def launch(self, works: Sequence[Work], launched: Callable[[], None] | None = None) -> Flight:
-        """`launched` is called when the model is on its way, before tokens are chosen: constraints are asked after it."""
+        """`launched` is called when the model is on its way, before tokens are chosen: constraints
+        are asked after it.
+        """
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
             shared = self._is_shared(works)
@@ -227,12 +276,20 @@ class Runner:
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
-        return steps is not None and len(rows) == len(works) <= steps.largest and all(
-            work.samples and work.count == 1 and work.request.number in rows.row_of for work in works)
+        return (
+            steps is not None
+            and len(rows) == len(works) <= steps.largest
+            and all(
+                work.samples and work.count == 1 and work.request.number in rows.row_of
+                for work in works
+            )
+        )
 
     def _is_shared(self, works: Sequence[Work]) -> bool:
         """Answers with several new tokens: guesses, or what a drafting model has not seen."""
-        several = self.follower is not None or any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
+        several = self.follower is not None or any(
+            work.count > 1 and work.request.number in self.rows.row_of for work in works
+        )
         return several and self.shared_steps is not None and self.shared_rows.takes(works)
 
     def _replay(self, works: Sequence[Work]) -> Callable[[], Flight]:
@@ -245,7 +302,11 @@ class Runner:
         places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
 
         def choose() -> Flight:
-            tokens = rows.tokens[:count] if sampled else rows.choose(logits, allowed=allowed_by(rows.requests))
+            tokens = (
+                rows.tokens[:count]
+                if sampled
+                else rows.choose(logits, allowed=allowed_by(rows.requests))
+            )
             if self.follower is not None:
                 self.follower.skipped(works)
             return self._land(works, places, logits, tokens)
@@ -261,13 +322,22 @@ class Runner:
         logits = steps.advance(count)
 
         def choose() -> Flight:
-            sampled, at, lengths, likeliest = logits, rows.at[:count], rows.lengths[:count], rows.chosen[:count]
+            sampled, at, lengths, likeliest = (
+                logits,
+                rows.at[:count],
+                rows.lengths[:count],
+                rows.chosen[:count],
+            )
             if outputs < count:
                 kept = rows.sampled[:outputs]
-                sampled, at, lengths, likeliest = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths, likeliest))
+                sampled, at, lengths, likeliest = (
+                    tensor.index_select(0, kept) for tensor in (sampled, at, lengths, likeliest)
+                )
             tokens = self._choose(works, sampled, at, lengths.long(), likeliest)
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
-            flight = self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
+            flight = self._land(
+                works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens
+            )
             if self.follower is not None:  # once the tokens are on their way to the host
                 self.follower.after_rows(works, rows, tokens)
             return flight
@@ -277,12 +347,18 @@ class Runner:
     def _forward(self, works: Sequence[Work]) -> Callable[[], Flight]:
         """Any mix of prompts and answers, packed."""
         rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
-        if fresh := [works[i].request for i in sampling if works[i].request.number not in rows.row_of]:
+        if fresh := [
+            works[i].request for i in sampling if works[i].request.number not in rows.row_of
+        ]:
             rows.enter(fresh)
         size = self.passes.padded_tokens(works) if self.passes else None
         padding = Padding(size, self.spare, self.passes.inputs) if self.passes and size else None
         packed = pack(works, rows, block_size=self.block_size, padding=padding)
-        logits = self.passes.forward(packed.batch) if self.passes and padding else self.model.forward(packed.batch, self.caches)
+        logits = (
+            self.passes.forward(packed.batch)
+            if self.passes and padding
+            else self.model.forward(packed.batch, self.caches)
+        )
         chosen = [works[i] for i in sampling]
         starts = [0, *itertools.accumulate(work.outputs for work in chosen)]
         places = dict(zip(sampling, starts, strict=False))
@@ -299,11 +375,18 @@ class Runner:
 
         return choose
 
-    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor,
-                likeliest: Tensor | None = None) -> Tensor:
-        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the position that it fills, and its
-        likeliest token where that is known. Where
-        none of them has drafts they are the next step's input; else the host says what is kept (`settle`)."""
+    def _choose(
+        self,
+        works: Sequence[Work],
+        logits: Tensor,
+        at: Tensor,
+        positions: Tensor,
+        likeliest: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the
+        position that it fills, and its likeliest token where that is known. Where none of them has
+        drafts they are the next step's input; else the host says what is kept (`settle`).
+        """
         rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
         allowed = allowed_by(requests)
@@ -311,7 +394,9 @@ class Runner:
             rows.leave_behind(requests)
             if rows.mode == GREEDY and likeliest is not None and not allowed:
                 return likeliest
-            return choose_after_drafts(masked(logits, allowed) if allowed else logits, rows, works, at, positions)
+            return choose_after_drafts(
+                masked(logits, allowed) if allowed else logits, rows, works, at, positions
+            )
         rows.lengths.index_copy_(0, at, (positions + 1).int())
         rows.behind.difference_update(request.number for request in requests)
         return rows.choose(logits, at, allowed)
@@ -322,16 +407,33 @@ class Runner:
         rows = self.rows
         if not rows.mode.penalized:
             return
-        pairs = [(rows.row_of[work.request.number], token) for work, result in zip(works, results, strict=True)
-                 if work.request.number in rows.row_of for token in result.tokens]
+        pairs = [
+            (rows.row_of[work.request.number], token)
+            for work, result in zip(works, results, strict=True)
+            if work.request.number in rows.row_of
+            for token in result.tokens
+        ]
         at, tokens = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2).T)
         rows.sampling.count(rows.mode, tokens, at)
 
-    def _land(self, works: Sequence[Work], places: dict[int, int], logits: Tensor, tokens: Tensor, every: Tensor | None = None,
-              spans: Sequence[tuple[int, int]] = ()) -> Flight:
+    def _land(
+        self,
+        works: Sequence[Work],
+        places: dict[int, int],
+        logits: Tensor,
+        tokens: Tensor,
+        every: Tensor | None = None,
+        spans: Sequence[tuple[int, int]] = (),
+    ) -> Flight:
         """Send what the host wants to know on its way."""
-        most = max((work.request.params.logprobs for work in works if work.samples and work.request.params.logprobs is not None),
-                   default=None)
+        most = max(
+            (
+                work.request.params.logprobs
+                for work in works
+                if work.samples and work.request.params.logprobs is not None
+            ),
+            default=None,
+        )
         wanted = [] if most is None else [*top_logprobs(logits.float(), tokens, most)]
         prompts = []
         for i, span in enumerate(spans):
@@ -345,8 +447,9 @@ class Runner:
 
 
 def allowed_by(requests: Sequence[Request]) -> dict[int, numpy.ndarray]:
-    """What constraints let follow, by the request's place: uint8, a bit a token. They are asked when every token before it is
-    known. An answer that has just been found to be over gets any token, which nobody reads.
+    """What constraints let follow, by the request's place: uint8, a bit a token. They are asked
+    when every token before it is known. An answer that has just been found to be over gets any
+    token, which nobody reads.
     """
     found: dict[int, numpy.ndarray] = {}
     grammars: list[tuple[GrammarConstraint, list[int]]] = []

@@ -1,14 +1,17 @@
-"""From logits to tokens, for all rows of a step at once, in plain tensor ops that run alike on CPU and GPU. Where there is a
-CUDA GPU one kernel does the same from the same table (kernels/sample.py); these ops are for every other device, and for drafts.
+"""From logits to tokens, for all rows of a step at once, in plain tensor ops that run alike on CPU
+and GPU. Where there is a CUDA GPU one kernel does the same from the same table (kernels/sample.py);
+these ops are for every other device, and for drafts.
 
-Choosing at random is argmax(logit / temperature + Gumbel noise), which draws from the softmax without normalizing.
-The noise of a token is a hash of (seed, position, token id): the same seed gives the same text whatever else is in
-the batch, there is no generator state to keep, and a CUDA graph can replay it. The trade-off: every candidate costs
-a hash, about ten integer ops, where a generator would make one number a row.
+Choosing at random is argmax(logit / temperature + Gumbel noise), which draws from the softmax
+without normalizing. The noise of a token is a hash of (seed, position, token id): the same seed
+gives the same text whatever else is in the batch, there is no generator state to keep, and a CUDA
+graph can replay it. The trade-off: every candidate costs a hash, about ten integer ops, where a
+generator would make one number a row.
 
-The parameters of the running requests stay on the device, one row each (`SamplingTable`); which ops a step needs is its
-`Mode`, known to the host. No shape depends on data and nothing is read back. On the CPU, where a full sort of the vocabulary
-costs more than a layer, the filters look at the best candidates first and at all only when those do not suffice.
+The parameters of the running requests stay on the device, one row each (`SamplingTable`); which ops
+a step needs is its `Mode`, known to the host. No shape depends on data and nothing is read back. On
+the CPU, where a full sort of the vocabulary costs more than a layer, the filters look at the best
+candidates first and at all only when those do not suffice.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Mode:
     """The most that any row of a step asks for: decides which ops run."""
 
     random: bool = False  # some row: a temperature
-    candidates: int = 0  # best tokens that top_k, top_p and min_p choose from; 0: no row has a filter
+    # best tokens that top_k, top_p and min_p choose from; 0: no row has a filter
+    candidates: int = 0
     biased: bool = False  # some row: logit_bias or min_tokens
     penalized: bool = False
 
@@ -45,14 +49,22 @@ class Mode:
         params = request.params
         filtered = params.temperature and (params.top_k or params.top_p < 1 or params.min_p > 0)  # type: ignore[operator]
         limit = params.top_k or vocabulary
-        count = next((size for size in CANDIDATES if limit <= size < vocabulary), vocabulary) if filtered else 0
+        count = (
+            next((size for size in CANDIDATES if limit <= size < vocabulary), vocabulary)
+            if filtered
+            else 0
+        )
         return cls(bool(params.temperature), count, bool(biases(request)), is_penalized(params))
 
     def join(self, other: Mode, vocabulary: int) -> Mode:
         unlimited = (self.random and not self.candidates) or (other.random and not other.candidates)
         count = max(self.candidates, other.candidates)
-        return Mode(self.random or other.random, vocabulary if count and unlimited else count, self.biased or other.biased,
-                    self.penalized or other.penalized)
+        return Mode(
+            self.random or other.random,
+            vocabulary if count and unlimited else count,
+            self.biased or other.biased,
+            self.penalized or other.penalized,
+        )
 
 
 GREEDY = Mode()
@@ -67,7 +79,8 @@ class SamplingBatch:
     top_k: Tensor  # int64 [rows]
     seeds: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]: of the token to be chosen
-    bias: tuple[Tensor, Tensor, Tensor] | None  # [rows, MOST_BIASES]: token id, value, the position where it ends
+    # [rows, MOST_BIASES]: token id, value, the position where it ends
+    bias: tuple[Tensor, Tensor, Tensor] | None
     seen: tuple[Tensor, Tensor] | None  # [rows, vocabulary]: in the prompt, times in the answer
 
     def __getattr__(self, name: str) -> Tensor:
@@ -97,31 +110,50 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 def apply_penalties(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.bias is not None:
         ids, values, ends = batch.bias
-        logits = logits.scatter_add(1, ids, torch.where(batch.positions[:, None] < ends, values, 0.0))
+        logits = logits.scatter_add(
+            1, ids, torch.where(batch.positions[:, None] < ends, values, 0.0)
+        )
     if batch.seen is None:
         return logits
     in_prompt, in_answer = batch.seen
-    repeated = torch.where(logits > 0, logits / batch.repetition_penalty, logits * batch.repetition_penalty)
+    repeated = torch.where(
+        logits > 0, logits / batch.repetition_penalty, logits * batch.repetition_penalty
+    )
     logits = torch.where(in_prompt | (in_answer > 0), repeated, logits)
     return logits - batch.frequency_penalty * in_answer - batch.presence_penalty * (in_answer > 0)
 
 
 def candidates(logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` best (logits, ids, keep) of each row, best first; keep says which ones all filters let through."""
-    best, ids = logits.topk(count) if count < logits.shape[-1] else logits.sort(descending=True, stable=True)
+    """The `count` best (logits, ids, keep) of each row, best first; keep says which ones all
+    filters let through.
+    """
+    best, ids = (
+        logits.topk(count)
+        if count < logits.shape[-1]
+        else logits.sort(descending=True, stable=True)
+    )
     rank = torch.arange(count, device=logits.device)
     within = (rank < batch.top_k[:, None]) | (batch.top_k[:, None] == 0)
     probabilities = torch.exp(best - logits.logsumexp(-1, keepdim=True))
-    # top_p is a share of what top_k leaves; where top_k is off that is everything, not just these candidates.
-    whole = torch.where(batch.top_k[:, None] > 0, (probabilities * within).sum(-1, keepdim=True), 1.0)
+    # top_p is a share of what top_k leaves; where top_k is off that is everything, not just these
+    # candidates.
+    whole = torch.where(
+        batch.top_k[:, None] > 0, (probabilities * within).sum(-1, keepdim=True), 1.0
+    )
     before = probabilities.cumsum(-1) - probabilities
-    keep = within & ((before < batch.top_p * whole) | (batch.top_p >= 1)) & (best >= best[:, :1] + batch.min_p.log())
+    keep = (
+        within
+        & ((before < batch.top_p * whole) | (batch.top_p >= 1))
+        & (best >= best[:, :1] + batch.min_p.log())
+    )
     keep[:, 0] = True
     return best, ids, keep
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The ids of the largest logits [rows, vocabulary]: on a CPU by numpy, whose argmax takes a tenth of the time of torch's."""
+    """The ids of the largest logits [rows, vocabulary]: on a CPU by numpy, whose argmax takes a
+    tenth of the time of torch's.
+    """
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
@@ -151,14 +183,18 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the model itself: the given tokens' logprob [rows], and the best `count` as (logprobs, ids) [rows, count]."""
+    """Of the model itself: the given tokens' logprob [rows], and the best `count` as (logprobs,
+    ids) [rows, count].
+    """
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(count, logits.shape[-1]))
     return logprobs.gather(-1, tokens[:, None])[:, 0], best.values, best.indices
 
 
 class SamplingTable:
-    """What the running requests ask for, one row each, on the device. Rows of requests that are gone hold any numbers."""
+    """What the running requests ask for, one row each, on the device. Rows of requests that are
+    gone hold any numbers.
+    """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
         self.rows, self.vocabulary, self.device = rows, vocabulary, device
@@ -169,22 +205,40 @@ class SamplingTable:
     @functools.cached_property
     def bias(self) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.rows, MOST_BIASES
-        return (torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device),
-                torch.zeros(shape, dtype=torch.int64, device=self.device))
+        return (
+            torch.zeros(shape, dtype=torch.int64, device=self.device),
+            torch.zeros(shape, device=self.device),
+            torch.zeros(shape, dtype=torch.int64, device=self.device),
+        )
 
     @functools.cached_property
     def seen(self) -> tuple[Tensor, Tensor]:
-        """Made for the first request with a penalty: 5 bytes for each row and token of the vocabulary."""
+        """Made for the first request with a penalty: 5 bytes for each row and token of the
+        vocabulary.
+        """
         shape = self.rows, self.vocabulary
-        return torch.zeros(shape, dtype=torch.bool, device=self.device), torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return torch.zeros(shape, dtype=torch.bool, device=self.device), torch.zeros(
+            shape, dtype=torch.int32, device=self.device
+        )
 
     def enter(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
         """Requests whose tokens are all known take these rows."""
         params = [request.params for request in requests]
-        at, values, integers = upload(self.device, numpy.array(rows, dtype=numpy.int64),
-                                      numpy.array([[getattr(item, name) for item in params] for name in COLUMNS], numpy.float32),
-                                      numpy.array([[item.top_k for item in params], [request.seed for request in requests],
-                                                   [len(biases(request)) for request in requests]], dtype=numpy.int64))
+        at, values, integers = upload(
+            self.device,
+            numpy.array(rows, dtype=numpy.int64),
+            numpy.array(
+                [[getattr(item, name) for item in params] for name in COLUMNS], numpy.float32
+            ),
+            numpy.array(
+                [
+                    [item.top_k for item in params],
+                    [request.seed for request in requests],
+                    [len(biases(request)) for request in requests],
+                ],
+                dtype=numpy.int64,
+            ),
+        )
         self.values.index_copy_(1, at, values)
         self.integers.index_copy_(1, at, integers)
         for row, request in zip(rows, requests, strict=True):
@@ -195,15 +249,19 @@ class SamplingTable:
 
     def _enter_biases(self, row: int, entries: list[tuple[int, float, int]]) -> None:
         columns = list(zip(*entries, strict=True)) or [(), (), ()]
-        for kept, column, kind in zip(self.bias, columns, (numpy.int64, numpy.float32, numpy.int64), strict=True):
+        for kept, column, kind in zip(
+            self.bias, columns, (numpy.int64, numpy.float32, numpy.int64), strict=True
+        ):
             padded = numpy.zeros(MOST_BIASES, kind)
             padded[: len(column)] = column
             kept[row] = upload(self.device, padded)[0]
         (self.biased.add if entries else self.biased.discard)(row)
 
     def _enter_history(self, row: int, request: Request) -> None:
-        prompt, answer = (numpy.bincount(numpy.array(part, dtype=numpy.int64), minlength=self.vocabulary)
-                          for part in (request.prompt, request.tokens[len(request.prompt) :]))
+        prompt, answer = (
+            numpy.bincount(numpy.array(part, dtype=numpy.int64), minlength=self.vocabulary)
+            for part in (request.prompt, request.tokens[len(request.prompt) :])
+        )
         in_prompt, in_answer = upload(self.device, prompt > 0, answer.astype(numpy.int32))
         self.seen[0][row], self.seen[1][row] = in_prompt, in_answer
 
@@ -211,7 +269,10 @@ class SamplingTable:
         """Rows of requests that take the places of others."""
         for tensor in (self.values, self.integers):
             tensor.index_copy_(1, targets, tensor.index_select(1, sources))
-        for tensor in (*(self.bias if "bias" in vars(self) else ()), *(self.seen if "seen" in vars(self) else ())):
+        for tensor in (
+            *(self.bias if "bias" in vars(self) else ()),
+            *(self.seen if "seen" in vars(self) else ()),
+        ):
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         moved = {target for source, target in pairs if source in self.biased}
         self.biased = (self.biased - {target for _, target in pairs}) | moved
@@ -219,7 +280,14 @@ class SamplingTable:
     def for_kernel(self, tokens: Tensor, lengths: Tensor) -> SampleTable:
         """As the kernel takes it; rows that nobody uses may hold anything."""
         bias = self.bias if "bias" in vars(self) else None
-        return SampleTable(tokens, lengths, self.values, self.integers, bias, self.seen if "seen" in vars(self) else None)
+        return SampleTable(
+            tokens,
+            lengths,
+            self.values,
+            self.integers,
+            bias,
+            self.seen if "seen" in vars(self) else None,
+        )
 
     def batch(self, mode: Mode, positions: Tensor, rows: slice | Tensor) -> SamplingBatch:
         def pick(tensor: Tensor, dimension: int) -> Tensor:
@@ -238,22 +306,35 @@ class SamplingTable:
             return
         answers = self.seen[1]
         if isinstance(rows, slice):
-            answers[rows].scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.int32))
+            answers[rows].scatter_add_(
+                1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.int32)
+            )
         else:
-            answers.view(-1).index_add_(0, rows * self.vocabulary + tokens, torch.ones_like(tokens, dtype=torch.int32))
+            answers.view(-1).index_add_(
+                0, rows * self.vocabulary + tokens, torch.ones_like(tokens, dtype=torch.int32)
+            )
 
 
 def biases(request: Request) -> list[tuple[int, float, int]]:
-    """(token id, what its logit gets, the position from which on it gets that no more), ids rising."""
+    """(token id, what its logit gets, the position from which on it gets that no more),
+    ids rising.
+    """
     params = request.params
     found = [(token, value, FOREVER) for token, value in params.logit_bias.items()]
     if params.min_tokens:
-        found += [(token, -torch.inf, len(request.prompt) + params.min_tokens) for token in request.end_ids]
+        found += [
+            (token, -torch.inf, len(request.prompt) + params.min_tokens)
+            for token in request.end_ids
+        ]
     return sorted(found, key=lambda entry: entry[0])
 
 
 def is_penalized(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
 
 
 def seed_of(seed: int, index: int) -> int:

@@ -1,20 +1,25 @@
 """Which tokens of which requests run in the next step.
 
-    1. every decoding request: one token            } in order of arrival; out of blocks: the youngest request
-    2. every request in mid-prompt: its next chunk  } not yet in this step gives its blocks back and starts over
+    1. every decoding request: one token            } in order of arrival; out of blocks: the
+       youngest request
+    2. every request in mid-prompt: its next chunk  } not yet in this step gives its blocks back and
+       starts over
     3. waiting requests, first come first served, as long as tokens, seats and blocks last
 
-A step may be scheduled while the one before is still running: a token that is sampled but not read counts as there
-(`Request.pending`). One that turns out to be the last leaves a step too much behind, whose token nobody takes: its
-block was reserved like any other, and later owners of the block write after it.
+A step may be scheduled while the one before is still running: a token that is sampled but not read
+counts as there (`Request.pending`). One that turns out to be the last leaves a step too much
+behind, whose token nobody takes: its block was reserved like any other, and later owners of the
+block write after it.
 
-All share one budget of tokens. Decoding comes first, so a flood of long prompts never stops the running answers; beside
-them prompts get a smaller share (`prompt_tokens_beside`, or less where `pace.py` says so), so that it does not slow them
-much either. Where they take turns (`turns.py`), steps of answers and of prompts alternate instead. A victim is computed
-again later, prompt and answer so far (most of it usually from the prefix cache); that costs time but, unlike swapping, no
+All share one budget of tokens. Decoding comes first, so a flood of long prompts never stops the
+running answers; beside them prompts get a smaller share (`prompt_tokens_beside`, or less where
+`pace.py` says so), so that it does not slow them much either. Where they take turns (`turns.py`),
+steps of answers and of prompts alternate instead. A victim is computed again later, prompt and
+answer so far (most of it usually from the prefix cache); that costs time but, unlike swapping, no
 memory and no copies.
 
-There is no deadlock: the oldest request may take the blocks of all others, and one request alone always fits.
+There is no deadlock: the oldest request may take the blocks of all others, and one request alone
+always fits.
 """
 
 from __future__ import annotations
@@ -35,13 +40,16 @@ from flyweight.models.config import ModelConfig
 from flyweight.models.rope import long_border
 
 ENOUGH = 1 << 18  # waiting tokens of prompts: more are not counted
-PROMPT_LOGITS = 1024  # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
+# rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
+PROMPT_LOGITS = 1024
 
 
 @dataclass(frozen=True)
 class StateUse:
-    """Slots of the state pool (`states.py`): the state comes from `source` (−1: from nothing) and goes to `slot`; once `mark`
-    tokens of the work are in, a copy goes to `mark_slot`, unless `mark` is 0."""
+    """Slots of the state pool (`states.py`): the state comes from `source` (−1: from nothing) and
+    goes to `slot`; once `mark` tokens of the work are in, a copy goes to `mark_slot`, unless `mark`
+    is 0.
+    """
 
     source: int
     slot: int
@@ -51,10 +59,12 @@ class StateUse:
 
 @dataclass(slots=True)  # one for every answer in every step: freezing it would double its cost
 class Work:
-    """One request's share of a step: `count` tokens from `start` on. Only the last chunk of a prompt samples.
+    """One request's share of a step: `count` tokens from `start` on. Only the last chunk of a
+    prompt samples.
 
-    `drafts`: guesses of the tokens to come, the last ones of `count`. The step samples after each of them as well, and keeps
-    those that are what it samples itself."""
+    `drafts`: guesses of the tokens to come, the last ones of `count`. The step samples after each
+    of them as well, and keeps those that are what it samples itself.
+    """
 
     request: Request
     start: int
@@ -80,7 +90,8 @@ class Budget:
 
     tokens: int
     prompts: int  # how many of them may be of prompts
-    logits: int  # and of prompts that want logprobs: each token of theirs costs a row of the vocabulary
+    # and of prompts that want logprobs: each token of theirs costs a row of the vocabulary
+    logits: int
 
     def room(self, request: Request) -> int:
         """How many tokens of the request fit."""
@@ -100,8 +111,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class LongPrompts:
-    """Sequences of more than `border` tokens turn all their keys by other frequencies, which begin at `row` of the rope
-    tables. One that grows beyond the border is computed again from its first token."""
+    """Sequences of more than `border` tokens turn all their keys by other frequencies, which begin
+    at `row` of the rope tables. One that grows beyond the border is computed again from its first
+    token.
+    """
 
     border: int
     row: int
@@ -116,18 +129,28 @@ def long_prompts(config: ModelConfig) -> LongPrompts | None:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int,
-                 prompt_tokens_beside: int | None = None):
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prompt_tokens_beside: int | None = None,
+    ):
         if max_num_batched_tokens < max_num_seqs:
-            raise OptionError(f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
-                              f"({max_num_seqs}), or some answers would never move")
+            raise OptionError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at "
+                f"least max_num_seqs "
+                f"({max_num_seqs}), or some answers would never move"
+            )
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
         self.pace: Pace | None = None  # a server's: bounds the share by time as well
         self.turns: Turns | None = None  # a server's: answers and prompts in steps of their own
-        self.short = False  # of blocks, in the last step that answers had a part in: then nobody new may come in
+        # of blocks, in the last step that answers had a part in: then nobody new may come in
+        self.short = False
         self.long_prompts: LongPrompts | None = None  # of models whose rope differs for them
         self.states: StatePool | None = None  # of models whose layers keep states
         self.waiting: deque[Request] = deque()
@@ -146,13 +169,17 @@ class Scheduler:
             return
         (self.running if request.state is State.RUNNING else self.waiting).remove(request)
         self._release(request)
-        request.state, request.finish_reason, request.stop_reason = State.FINISHED, reason, stop_reason
+        request.state, request.finish_reason, request.stop_reason = (
+            State.FINISHED,
+            reason,
+            stop_reason,
+        )
 
     def schedule(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Work]:
         """Choose the next step's work and count it as computed: run it before calling this again.
 
-        `drafts`: by request number, guesses of what comes next. They take what is free of tokens and blocks, and never
-        another request's place; `settle` such work before the next step.
+        `drafts`: by request number, guesses of what comes next. They take what is free of tokens
+        and blocks, and never another request's place; `settle` such work before the next step.
         """
         if self.states is not None:
             self.states.begin_step()
@@ -161,7 +188,9 @@ class Scheduler:
             return self._take_turns(self.turns)
         if self.turns is not None:
             self.turns.rest()
-        beside = self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
+        beside = (
+            self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
+        )
         return self._fill(beside if answering else self.max_num_batched_tokens, drafts or {})
 
     def _take_turns(self, turns: Turns) -> list[Work]:
@@ -184,16 +213,24 @@ class Scheduler:
                     break
         return waiting
 
-    def _fill(self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True) -> list[Work]:
+    def _fill(
+        self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True
+    ) -> list[Work]:
         """A step with so many tokens of prompts at most; not `answers`: with them alone."""
         budget = Budget(self.max_num_batched_tokens, prompt_tokens, PROMPT_LOGITS)
         works: list[Work] = []
-        resting = set() if answers else {request.number for request in self.running if request.missing == 1}
+        resting = (
+            set()
+            if answers
+            else {request.number for request in self.running if request.missing == 1}
+        )
         scheduled = set(resting)  # nobody's victims
         self.short = self.short and not answers
         missing = [(request.missing > 1, request) for request in self.running]
         # answers first; by arrival within each
-        ordered = [request for more, request in missing if not more] + [request for more, request in missing if more]
+        ordered = [request for more, request in missing if not more] + [
+            request for more, request in missing if more
+        ]
         plain = self.long_prompts is None and self.states is None and not drafts
         for request in ordered:
             if request.state is not State.RUNNING or request.complete or request.number in resting:
@@ -210,7 +247,9 @@ class Scheduler:
                 continue
             while not self._extend(request, count):
                 self.short = True
-                victim = next(other for other in reversed(self.running) if other.number not in scheduled)
+                victim = next(
+                    other for other in reversed(self.running) if other.number not in scheduled
+                )
                 if victim is request:  # waits for the older ones with what it has
                     break
                 self._preempt(victim)
@@ -219,7 +258,12 @@ class Scheduler:
                 guesses = self._fitting(request, drafts.get(request.number, ()), budget)
                 works.append(self._work(request, count, guesses))
                 budget.take(works[-1])
-        while self.waiting and prompt_tokens and not self.short and len(self.running) < self.max_num_seqs:
+        while (
+            self.waiting
+            and prompt_tokens
+            and not self.short
+            and len(self.running) < self.max_num_seqs
+        ):
             if self.waiting[0].pending or not (work := self._admit(self.waiting[0], budget)):
                 break
             self.waiting.popleft()
@@ -228,7 +272,9 @@ class Scheduler:
         return works
 
     def _next_token(self, request: Request) -> Work | None:
-        """What most of a busy engine's work is: one more token of an answer within the blocks that it has."""
+        """What most of a busy engine's work is: one more token of an answer within the blocks that
+        it has.
+        """
         start = request.computed
         if request.length - start != 1 or start >= len(request.blocks) * self.pool.block_size:
             return None
@@ -250,13 +296,19 @@ class Scheduler:
             found = found[:count]
         free = self.pool.available - sum(self.pool.references[block] == 0 for block in found)
         if self.pool.blocks_for(len(request.tokens)) - len(found) > free:
-            return None  # room for the whole prompt, though chunks come one by one: else it would soon be a victim
+            # room for the whole prompt, though chunks come one by one: else it would soon be a
+            # victim
+            return None
         if self.states is not None:
             if (slot := self.states.take()) is None:
                 return None
             request.state_slot, request.state_source = slot, source
         self.pool.hold(found)
-        request.blocks, request.registered, request.computed = found, len(found), len(found) * self.pool.block_size
+        request.blocks, request.registered, request.computed = (
+            found,
+            len(found),
+            len(found) * self.pool.block_size,
+        )
         if request.cached is None:
             request.cached, request.started = request.computed, time.perf_counter()
         count = budget.room(request)
@@ -272,8 +324,14 @@ class Scheduler:
             request.rope_row, request.digests = row, []
 
     def _outgrown(self, request: Request) -> bool:
-        """Whether its next token is the first that needs other frequencies than those before it got."""
-        return self.long_prompts is not None and not request.rope_row and request.computed >= self.long_prompts.border
+        """Whether its next token is the first that needs other frequencies than those before it
+        got.
+        """
+        return (
+            self.long_prompts is not None
+            and not request.rope_row
+            and request.computed >= self.long_prompts.border
+        )
 
     def _extend(self, request: Request, count: int) -> bool:
         """Give the request blocks for `count` more tokens."""
@@ -285,25 +343,39 @@ class Scheduler:
         return True
 
     def _fitting(self, request: Request, drafts: Sequence[int], budget: Budget) -> Sequence[int]:
-        """As many of the drafts as there is room for. The last token that a request may have needs no guess, and each other
-        running request may want a block before this one gets a spare one."""
+        """As many of the drafts as there is room for. The last token that a request may have needs
+        no guess, and each other running request may want a block before this one gets a spare one.
+        """
         room = min(len(drafts), budget.tokens - 1, request.limit - request.length - 1)
         if self.long_prompts is not None and not request.rope_row:
             room = min(room, self.long_prompts.border - request.computed - 1)
         spare = len(request.blocks) * self.pool.block_size - request.computed - 1
-        if room > spare and self.pool.available > len(self.running) and self._extend(request, 1 + room):
+        if (
+            room > spare
+            and self.pool.available > len(self.running)
+            and self._extend(request, 1 + room)
+        ):
             spare = room
         return drafts[: max(0, min(room, spare))]
 
     def _work(self, request: Request, count: int, drafts: Sequence[int] = ()) -> Work:
         samples = count == request.missing
-        work = Work(request, request.computed, count + len(drafts), samples, drafts, self._use_state(request, count))
+        work = Work(
+            request,
+            request.computed,
+            count + len(drafts),
+            samples,
+            drafts,
+            self._use_state(request, count),
+        )
         request.computed += work.count
         self._register(request)
         return work
 
     def _use_state(self, request: Request, count: int) -> StateUse | None:
-        """Prompts leave a copy at the last border of a block that leaves a token to compute; answers leave none."""
+        """Prompts leave a copy at the last border of a block that leaves a token to compute;
+        answers leave none.
+        """
         if self.states is None:
             return None
         size, source, mark, mark_slot = self.pool.block_size, request.state_source, 0, None
@@ -311,13 +383,18 @@ class Scheduler:
         border = min(request.computed + count, len(request.tokens) - 1) // size * size
         if count > 1 and request.salt is not None and border > request.computed:
             self._hash(request, border)
-            mark, mark_slot = border - request.computed, self.states.keep(request.digests[border // size - 1])
+            mark, mark_slot = (
+                border - request.computed,
+                self.states.keep(request.digests[border // size - 1]),
+            )
         if mark_slot is None:
             return StateUse(source, request.state_slot)
         return StateUse(source, request.state_slot, mark, mark_slot)
 
     def settle(self, work: Work, accepted: int) -> None:
-        """So many of the work's drafts were right: the others' slots are free for what comes instead."""
+        """So many of the work's drafts were right: the others' slots are free for what comes
+        instead.
+        """
         work.request.computed -= len(work.drafts) - accepted
 
     def _register(self, request: Request) -> None:
@@ -339,14 +416,19 @@ class Scheduler:
         size, known = self.pool.block_size, len(request.digests)
         if tokens // size > known:
             # keys turned by other frequencies are other keys
-            parent = request.digests[-1] if known else request.salt + b"long" * bool(request.rope_row)
+            parent = (
+                request.digests[-1] if known else request.salt + b"long" * bool(request.rope_row)
+            )
             request.digests += digests(parent, request.tokens[known * size : tokens], size)
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
         request.state, request.preemptions = State.WAITING, request.preemptions + 1
-        later = next((i for i, other in enumerate(self.waiting) if other.number > request.number), len(self.waiting))
+        later = next(
+            (i for i, other in enumerate(self.waiting) if other.number > request.number),
+            len(self.waiting),
+        )
         self.waiting.insert(later, request)
 
     def _release(self, request: Request) -> None:

@@ -1,9 +1,10 @@
-"""Who owns which slot of the state pool: what layers without keys and values remember of a sequence.
+"""Who owns which slot of the state pool: what layers without keys and values remember of a
+sequence.
 
 A running sequence owns one slot. A state cannot be cut short as keys and values can, so a prefix is
 found again only where its state was kept: as a step runs a prompt it may leave a copy behind at the
-last border of a block (`keep`). Copies live in slots that no sequence needs; the least recently used
-goes first.
+last border of a block (`keep`). Copies live in slots that no sequence needs; the least recently
+used goes first.
 
 A copy is written while its step runs, so it can be found from the next step on (`begin_step`), and
 one that a step reads is not overwritten by the same step.
@@ -67,4 +68,6 @@ class StatePool:
         """Raise unless every slot is free, held by one sequence, or a copy."""
         found = sorted([*self.free, *held, *self.kept.values(), *self.fresh.values()])
         if found != list(range(self.slots)):
-            raise AssertionError(f"{self.slots} slots of states, of which are accounted for: {found}")
+            raise AssertionError(
+                f"{self.slots} slots of states, of which are accounted for: {found}"
+            )

@@ -1,8 +1,9 @@
-"""Looks for many strings in a text that comes in pieces, at a cost that does not grow with their number.
+"""Looks for many strings in a text that comes in pieces, at a cost that does not grow with their
+number.
 
-An Aho-Corasick automaton: a tree of all the strings, in which each node also knows the longest other beginning of a string
-that the text read so far ends with. One step per character, and the depth of the node is how much of the text may still
-turn out to be the beginning of a stop string.
+An Aho-Corasick automaton: a tree of all the strings, in which each node also knows the longest
+other beginning of a string that the text read so far ends with. One step per character, and the
+depth of the node is how much of the text may still turn out to be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class StopStrings:
         self.ends = [False]  # some string ends here
         for string in strings:
             self._insert(string)
-        self.shorter = [0] * len(self.children)  # the node of the longest shorter end of the same text
+        # the node of the longest shorter end of the same text
+        self.shorter = [0] * len(self.children)
         self._link()
 
     def advance(self, node: int, text: str) -> int | None:

@@ -1,8 +1,8 @@
 """Text to tokens and back, the way back one token at a time.
 
-A token may hold part of a character, and how it reads may depend on the token before it (a leading space). So the
-last few tokens are decoded again with each new one, and text is given out only when it ends in a whole character
-and cannot be the beginning of a stop string.
+A token may hold part of a character, and how it reads may depend on the token before it (a leading
+space). So the last few tokens are decoded again with each new one, and text is given out only when
+it ends in a whole character and cannot be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -20,14 +20,35 @@ if TYPE_CHECKING:
     from flyweight.checkpoint.reader import Checkpoint
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
-LONGEST_CHARACTER = 8  # tokens; a replacement character still there after so many is really in the text
-WINDOW, OVERLAP = 24, 6  # tokens that are decoded together, and those kept when they have become too many
+# tokens; a replacement character still there after so many is really in the text
+LONGEST_CHARACTER = 8
+# tokens that are decoded together, and those kept when they have become too many
+WINDOW, OVERLAP = 24, 6
 
-# Special tokens that are part of an answer all the same: without them a call of a tool reads like words.
-MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
-# The same of answers that come in channels (gpt-oss); other models call other things by some of these names.
+# Special tokens that are part of an answer all the same: without them a call of a tool reads like
+# words.
+MARKERS = (
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+)
+# The same of answers that come in channels (gpt-oss); other models call other things by some of
+# these names.
 CHANNEL = "<|channel|>"
-IN_CHANNELS = (CHANNEL, "<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+IN_CHANNELS = (
+    CHANNEL,
+    "<|start|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
 
 Message = Mapping[str, Any]
 
@@ -35,7 +56,8 @@ Message = Mapping[str, Any]
 class Tokenizer:
     def __init__(self, inner: Any):
         self.inner = inner  # a transformers tokenizer
-        self.fast = getattr(inner, "backend_tokenizer", inner)  # the same without the wrapping: decoding is done per token
+        # the same without the wrapping: decoding is done per token
+        self.fast = getattr(inner, "backend_tokenizer", inner)
         self.markers = marked(getattr(inner, "added_tokens_decoder", {}))
 
     @property
@@ -59,14 +81,21 @@ class Tokenizer:
         begin = 0
         for at, token in enumerate(tokens):
             if token in self.markers:
-                parts += [self.fast.decode(tokens[begin:at], skip_special_tokens=True), self.markers[token]]
+                parts += [
+                    self.fast.decode(tokens[begin:at], skip_special_tokens=True),
+                    self.markers[token],
+                ]
                 begin = at + 1
         return "".join(parts) + self.fast.decode(tokens[begin:], skip_special_tokens=True)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """The prompt of a conversation; options (`enable_thinking`, `tools`, …) are the template's."""
+        """The prompt of a conversation; options (`enable_thinking`, `tools`, …) are the
+        template's.
+        """
         if not self.inner.chat_template:
-            raise RequestError("this model has no chat template; give a plain prompt instead of messages")
+            raise RequestError(
+                "this model has no chat template; give a plain prompt instead of messages"
+            )
         options = {"add_generation_prompt": True, **options}
         try:
             return self.inner.apply_chat_template(list(messages), tokenize=False, **options)
@@ -78,8 +107,8 @@ class Tokenizer:
 
 
 class BareTokenizer(Tokenizer):
-    """The same from a `tokenizer.json` that says everything: transformers, whose import takes longer than loading a small model,
-    comes when its parts are needed (chat templates, a server).
+    """The same from a `tokenizer.json` that says everything: transformers, whose import takes
+    longer than loading a small model, comes when its parts are needed (chat templates, a server).
     """
 
     def __init__(self, bare: Bare, load: Callable[[], Any]):
@@ -108,31 +137,54 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
     if not checkpoint.has_tokenizer:
         return None
     bare = checkpoint.bare_tokenizer()
-    return Tokenizer(checkpoint.tokenizer()) if bare is None else BareTokenizer(bare, checkpoint.tokenizer)
+    return (
+        Tokenizer(checkpoint.tokenizer())
+        if bare is None
+        else BareTokenizer(bare, checkpoint.tokenizer)
+    )
 
 
 def marked(added: Mapping[int, Any]) -> dict[int, str]:
-    names = MARKERS + (IN_CHANNELS if any(token.content == CHANNEL for token in added.values()) else ())
-    return {number: token.content for number, token in added.items() if token.special and token.content in names}
+    names = MARKERS + (
+        IN_CHANNELS if any(token.content == CHANNEL for token in added.values()) else ()
+    )
+    return {
+        number: token.content
+        for number, token in added.items()
+        if token.special and token.content in names
+    }
 
 
 def check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # a tokenizer's own words for it are about types
-        raise RequestError(f"the prompt is not valid Unicode (character {error.start + 1}); is it UTF-8?") from None
+        raise RequestError(
+            f"the prompt is not valid Unicode (character {error.start + 1}); is it UTF-8?"
+        ) from None
 
 
 class Detokenizer:
-    """Feed it tokens; `text` grows by whole characters and never shows a stop string or the beginning of one."""
+    """Feed it tokens; `text` grows by whole characters and never shows a stop string or the
+    beginning of one.
+    """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = (), stop: Sequence[str] = (), *,
-                 independent: bool = False):
-        """`independent`: how a token reads depends on none before it, but for characters that are cut."""
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        context: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        independent: bool = False,
+    ):
+        """`independent`: how a token reads depends on none before it, but for characters that are
+        cut.
+        """
         self.decode = decode
         self.independent = independent
         self.window = list(context)  # the end of the prompt: it decides how the first token reads
-        self.read = len(decode(self.window)) if context else 0  # characters of the window that are dealt with
+        # characters of the window that are dealt with
+        self.read = len(decode(self.window)) if context else 0
         self.held = 0  # tokens that did not end a character yet
         self.stop = stop_strings(tuple(stop)) if stop else None
         self.node = 0  # how far into the stop strings the pending text goes
@@ -190,4 +242,6 @@ class Detokenizer:
 
 def overlap(text: str, stop: str) -> int:
     """How many of the text's last characters are a beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )

@@ -1,13 +1,13 @@
 """Answers and prompts take turns: how many tokens of prompts run between two steps of answers.
 
-Where decode steps are captured, a step of answers is one launch of kernels made for it, and a step of
-prompts is a captured pass of a size that comes again. A pass of both would be slower than the two,
-and of a new kind with every number of answers.
+Where decode steps are captured, a step of answers is one launch of kernels made for it, and a step
+of prompts is a captured pass of a size that comes again. A pass of both would be slower than the
+two, and of a new kind with every number of answers.
 
 A reader sees a pass as a longer gap between two tokens. One long gap among many short ones is what
 is noticed, so prompts come in small passes, and in most steps, rather than in few large ones: as
-large as it takes to read all that waits within `SECONDS`, up to `MOST` tokens. Where even that is too
-little and first tokens would be later than `SECONDS_AT_MOST`, passes grow beyond it.
+large as it takes to read all that waits within `SECONDS`, up to `MOST` tokens. Where even that is
+too little and first tokens would be later than `SECONDS_AT_MOST`, passes grow beyond it.
 
 The numbers were chosen by playing recorded arrivals against measured times of steps;
 docs/serve.md has what came of it.

@@ -216,9 +216,7 @@ def read_ropes(
 # -- windows ---------------------------------------------------------------------------------
 
 
-def layer_types(
-    data: Data, default: Sequence[str], layers: int, other: str = SLIDING
-) -> list[str]:
+def layer_types(data: Data, default: Sequence[str], layers: int, other: str = SLIDING) -> list[str]:
     kinds = data.get("layer_types") or list(default)
     if len(kinds) != layers or set(kinds) - {FULL, other}:
         raise CheckpointError(

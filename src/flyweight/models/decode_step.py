@@ -194,7 +194,6 @@ class DecodeAttention:
         )
         return packed or attended
 
-
     def _move_states(
         self, block: Block, weights: DeltaWeights, hidden: Tensor, cache: KVStorage
     ) -> Tensor:

@@ -30,9 +30,7 @@ def unsupported_reason(block: Block, page: int) -> str | None:
 
 def shape_of(latent: Latent, page: int) -> LatentShape:
     plan = latent.plan
-    return LatentShape(
-        latent.heads, plan.plain_dim, plan.rank, plan.rope_dim, plan.value_dim, page
-    )
+    return LatentShape(latent.heads, plan.plain_dim, plan.rank, plan.rope_dim, plan.value_dim, page)
 
 
 class LatentDecode:
@@ -54,9 +52,7 @@ class LatentDecode:
         self.adapters = rows.adapters
         self.buffers = buffers
         self.size = len(rows.tokens)
-        self.rows = {
-            name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()
-        }
+        self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}
         page = caches[0].block_size
         self.layers = {id(block): _layer(block, page) for block in blocks}
         first = self.layers[id(blocks[0])].shape

@@ -369,9 +369,7 @@ class Embedding:
         if isinstance(self.weight, Tensor):
             return torch.nn.functional.embedding(tokens, self.weight)
         if self.head is not None:
-            out = torch.empty(
-                *tokens.shape, self.width, dtype=self.dtype, device=tokens.device
-            )
+            out = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=tokens.device)
             self.head.look_up(tokens.reshape(-1), out.view(-1, self.width))
             return out
         assert self.dtype is not None and self.weight is not None

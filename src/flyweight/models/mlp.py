@@ -48,9 +48,7 @@ class GatedMlp:
         """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes."""
         rows = hidden.numel() // hidden.shape[-1]
         adapted = adapters is not None
-        handover = self.down.negotiate(
-            self.gate_up, rows, self.plan.activation, adapted=adapted
-        )
+        handover = self.down.negotiate(self.gate_up, rows, self.plan.activation, adapted=adapted)
         between = None
         gates_later = self.gate_up.delta is None or (handover.late or handover.apart) is not None
         if buffers is not None and handover.to is None and gates_later:

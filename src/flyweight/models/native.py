@@ -104,9 +104,7 @@ def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None =
     tied = config.tied_embeddings
     if tied:
         check_tied(weights, embedding)
-    head = pack_head(
-        embedding if tied else weights.linear("lm_head"), exact=exact, bits=head_bits
-    )
+    head = pack_head(embedding if tied else weights.linear("lm_head"), exact=exact, bits=head_bits)
     forget_pages()
     layers = []
     for index in range(config.layers):

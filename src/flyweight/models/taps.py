@@ -26,7 +26,8 @@ class Taps:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """`rows`: tokens of the largest step that is captured; longer ones get memory of their own.
+        """`rows`: tokens of the largest step that is captured; longer ones get memory
+        of their own.
         """
         self.places = tuple(places)
         self.width = width

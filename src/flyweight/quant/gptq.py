@@ -159,9 +159,7 @@ def walk(
             values=values,
         )
     if rounding.takes(tile):
-        return rounding.walk(
-            tile, matrix, scales, zeros, steps=steps, kept=kept, values=values
-        )
+        return rounding.walk(tile, matrix, scales, zeros, steps=steps, kept=kept, values=values)
     codes = torch.empty_like(tile)
     errors = torch.empty_like(tile)
     tile = tile.clone()

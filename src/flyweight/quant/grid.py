@@ -195,9 +195,7 @@ def rounding_error(
     """Of each group [rows, groups]; a search calls this seventy times on every weight."""
     if rounding.takes(pieces):
         varied = None if settings.symmetric else zeros
-        return rounding.rounding_error(
-            pieces, scales, varied, weights, steps=2**settings.bits - 1
-        )
+        return rounding.rounding_error(pieces, scales, varied, weights, steps=2**settings.bits - 1)
     difference = nearest(pieces, scales, zeros, settings).mul_(scales[..., None]).sub_(pieces)
     # the usual power of 2.4 would cost a CPU more than all the rest of the search
     difference.square_()

@@ -16,19 +16,32 @@ import torch
 from flyweight.errors import MissingPackageError
 
 
-def score_continuation(decoder: Any, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """(log-likelihood of the continuation, whether greedy decoding would have given it). The context must not be empty."""
+def score_continuation(
+    decoder: Any, context: Sequence[int], continuation: Sequence[int]
+) -> tuple[float, bool]:
+    """(log-likelihood of the continuation, whether greedy decoding would have given it). The
+    context must not be empty.
+    """
     longest = decoder.config.context_length
     ids = [*context, *continuation][-longest:]
     count = min(len(continuation), len(ids) - 1)
     tokens = torch.tensor([ids], device=decoder.device)
     rows = torch.log_softmax(decoder.forward_whole(tokens)[0, -count - 1 : -1].float(), -1)
     wanted = tokens[0, -count:]
-    return float(rows.gather(1, wanted[:, None]).sum(dtype=torch.float64)), bool((rows.argmax(1) == wanted).all())
+    return float(rows.gather(1, wanted[:, None]).sum(dtype=torch.float64)), bool(
+        (rows.argmax(1) == wanted).all()
+    )
 
 
-def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None, folder: str | None = None,
-                   device: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+def evaluate_tasks(
+    model: str,
+    tasks: Iterable[str],
+    *,
+    limit: int | None = None,
+    folder: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> dict[str, Any]:
     """lm-eval's results by task; `folder` holds task files of one's own."""
     try:
         import lm_eval
@@ -57,11 +70,18 @@ def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None
             return tokenizer.encode(string, add_special_tokens=False)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            return [score_continuation(subject.decoder, context, continuation) for _, context, continuation in requests]
+            return [
+                score_continuation(subject.decoder, context, continuation)
+                for _, context, continuation in requests
+            ]
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            return [score_continuation(subject.decoder, [self.prefix_token_id], self.tok_encode(request.args[0]))[0]
-                    for request in requests]
+            return [
+                score_continuation(
+                    subject.decoder, [self.prefix_token_id], self.tok_encode(request.args[0])
+                )[0]
+                for request in requests
+            ]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             self.engine = self.engine or LLM(model, device=device, dtype=dtype)
@@ -74,5 +94,7 @@ def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None
                 answers.append(self.engine.generate([prompt], params)[0].text)
             return answers
 
-    found = lm_eval.simple_evaluate(Adapter(), tasks=list(tasks), limit=limit, task_manager=TaskManager(include_path=folder))
+    found = lm_eval.simple_evaluate(
+        Adapter(), tasks=list(tasks), limit=limit, task_manager=TaskManager(include_path=folder)
+    )
     return found["results"]

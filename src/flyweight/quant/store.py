@@ -1,8 +1,10 @@
-"""Finished blocks on disk: one safetensors file each, renamed into place only when every byte is synced.
+"""Finished blocks on disk: one safetensors file each, renamed into place only when every byte is
+synced.
 
-The folder beside the output (`.NAME.work`) holds them until the model is complete. A fingerprint says what is being
-made; a run continues only what it would have made itself, from the same files. A digest beside each block tells whether
-it still has the bytes that were written: one that has not is made again.
+The folder beside the output (`.NAME.work`) holds them until the model is complete. A fingerprint
+says what is being made; a run continues only what it would have made itself, from the same files. A
+digest beside each block tells whether it still has the bytes that were written: one that has not is
+made again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from flyweight.tensors import KINDS, QuantTensor
 
 @dataclass(eq=False)
 class FinishedBlock:
-    """What a block (or the head) has become: linears by name, other tensors by name, and figures about them."""
+    """What a block (or the head) has become: linears by name, other tensors by name, and figures
+    about them.
+    """
 
     linears: dict[str, QuantTensor] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -54,7 +58,11 @@ def rebuild(data: dict[str, Any], tensors: dict[str, Tensor]) -> QuantTensor:
     values: dict[str, Any] = {name: value for name, value in data.items() if name != "kind"}
     for item in dataclasses.fields(kind):
         if isinstance(values.get(item.name), dict):
-            inner = {name.removeprefix(f"{item.name}."): t for name, t in tensors.items() if name.startswith(f"{item.name}.")}
+            inner = {
+                name.removeprefix(f"{item.name}."): t
+                for name, t in tensors.items()
+                if name.startswith(f"{item.name}.")
+            }
             values[item.name] = rebuild(values[item.name], inner)
         elif item.name not in values:
             values[item.name] = tensors[item.name]
@@ -62,11 +70,16 @@ def rebuild(data: dict[str, Any], tensors: dict[str, Tensor]) -> QuantTensor:
 
 
 class BlockStore:
-    """`files`: those that the blocks are made from. Their times belong to the work, and not to what it gives."""
+    """`files`: those that the blocks are made from. Their times belong to the work, and not to what
+    it gives.
+    """
 
-    def __init__(self, output: Path, fingerprint: dict[str, Any], *, resume: bool, files: Iterable[Path] = ()) -> None:
+    def __init__(
+        self, output: Path, fingerprint: dict[str, Any], *, resume: bool, files: Iterable[Path] = ()
+    ) -> None:
         self.folder = output.with_name(f".{output.name}.work")
-        self.verified: set[str] = set()  # blocks whose bytes are known to be those that were written
+        # blocks whose bytes are known to be those that were written
+        self.verified: set[str] = set()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / ".lock")
@@ -92,19 +105,29 @@ class BlockStore:
     def _check(self, note: Path, fingerprint: dict[str, Any]) -> None:
         try:
             before = json.loads(note.read_text(encoding="utf-8"))
-            differing = [key for key in {**before, **fingerprint} if fingerprint.get(key) != before.get(key)]
+            differing = [
+                key for key in {**before, **fingerprint} if fingerprint.get(key) != before.get(key)
+            ]
         except (ValueError, TypeError) as error:
-            raise OptionError(f"{note}: damaged ({error}), so what is beside it cannot be continued; run without --resume to "
-                              "start over") from error
+            raise OptionError(
+                f"{note}: damaged ({error}), so what is beside it cannot be "
+                f"continued; run without --resume to "
+                "start over"
+            ) from error
         if differing:
-            raise OptionError(f"{self.folder} holds the unfinished work of another run (another {' and '.join(differing)}); "
-                              "repeat that command, or run without --resume to start over")
+            raise OptionError(
+                f"{self.folder} holds the unfinished work of another run (another "
+                f"{' and '.join(differing)}); "
+                "repeat that command, or run without --resume to start over"
+            )
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
     def has(self, name: str) -> bool:
-        """Whether the block is there, as it was written; one that is not is removed, to be made again."""
+        """Whether the block is there, as it was written; one that is not is removed, to be made
+        again.
+        """
         if not self.path(name).exists():
             return False
         if not self._intact(name):
@@ -114,35 +137,61 @@ class BlockStore:
         return True
 
     def save(self, name: str, block: FinishedBlock) -> None:
-        tensors = {f"tensor|{key}": tensor.detach().cpu().contiguous() for key, tensor in block.tensors.items()}
+        tensors = {
+            f"tensor|{key}": tensor.detach().cpu().contiguous()
+            for key, tensor in block.tensors.items()
+        }
         for linear, quantized in block.linears.items():
-            tensors |= {f"linear|{linear}|{key}": tensor.cpu().contiguous() for key, tensor in quantized.tensors().items()}
-        notes = {"linears": {linear: describe(quantized) for linear, quantized in block.linears.items()}, "report": block.report}
+            tensors |= {
+                f"linear|{linear}|{key}": tensor.cpu().contiguous()
+                for key, tensor in quantized.tensors().items()
+            }
+        notes = {
+            "linears": {linear: describe(quantized) for linear, quantized in block.linears.items()},
+            "report": block.report,
+        }
         half = self.path(name).with_suffix(".half")
         try:
-            save_file({key: tensor.clone() for key, tensor in tensors.items()}, half, metadata={"notes": json.dumps(notes)})
+            save_file(
+                {key: tensor.clone() for key, tensor in tensors.items()},
+                half,
+                metadata={"notes": json.dumps(notes)},
+            )
             with half.open("rb+") as stream:
                 os.fsync(stream.fileno())
-            self._write_text(self._digest_path(name), file_digest(half))  # first: a block without one is not trusted
+            # first: a block without one is not trusted
+            self._write_text(self._digest_path(name), file_digest(half))
             os.replace(half, self.path(name))
             self.verified.add(name)
         except (OSError, SafetensorError) as error:
-            raise ResourceError(f"{self.folder}: cannot write {name} ({error}); finished blocks are kept: free some disk and run "
-                                "again with --resume") from error
+            raise ResourceError(
+                f"{self.folder}: cannot write {name} ({error}); finished blocks "
+                f"are kept: free some disk and run "
+                "again with --resume"
+            ) from error
 
     def load(self, name: str) -> FinishedBlock:
         if not self._intact(name):
             self._discard(name)
-            raise ResourceError(f"{self.path(name)}: damaged since it was written, and removed; run again with --resume to make "
-                                "it again")
+            raise ResourceError(
+                f"{self.path(name)}: damaged since it was written, and removed; "
+                f"run again with --resume to make "
+                "it again"
+            )
         with safe_open(self.path(name), framework="pt") as file:
             notes = json.loads(file.metadata()["notes"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         linears = {}
         for linear, data in notes["linears"].items():
             start = f"linear|{linear}|"
-            linears[linear] = rebuild(data, {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)})
-        others = {key.removeprefix("tensor|"): tensor for key, tensor in tensors.items() if key.startswith("tensor|")}
+            linears[linear] = rebuild(
+                data, {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
+            )
+        others = {
+            key.removeprefix("tensor|"): tensor
+            for key, tensor in tensors.items()
+            if key.startswith("tensor|")
+        }
         return FinishedBlock(linears, others, notes["report"])
 
     def close(self, *, remove: bool) -> None:
@@ -157,14 +206,22 @@ class BlockStore:
         note, block = self._digest_path(name), self.path(name)
         if name in self.verified:
             return True
-        if not note.exists() or not block.exists() or note.read_text(errors="replace") != file_digest(block):
+        if (
+            not note.exists()
+            or not block.exists()
+            or note.read_text(errors="replace") != file_digest(block)
+        ):
             return False
         self.verified.add(name)
         return True
 
     def _discard(self, name: str) -> None:
         """Blocks that were tuned belong together: without one the others are made again too."""
-        paths = list(self.folder.glob("tuned*")) if name.startswith("tuned") else [self.path(name), self._digest_path(name)]
+        paths = (
+            list(self.folder.glob("tuned*"))
+            if name.startswith("tuned")
+            else [self.path(name), self._digest_path(name)]
+        )
         for path in paths:
             path.unlink(missing_ok=True)
             self.verified.discard(path.stem)

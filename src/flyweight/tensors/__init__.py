@@ -1,10 +1,12 @@
-"""QuantTensor: what a quantized weight means. Algorithms make them, files store them, kernels multiply with them.
+"""QuantTensor: what a quantized weight means. Algorithms make them, files store them, kernels
+multiply with them.
 
-Each kind is a frozen dataclass of named tensors. `dequantize()` is the reference of every file format and solver,
-`matmul_reference(x)` (activation quantization included) the reference of every kernel. Nothing else in the package
-says what a format means.
+Each kind is a frozen dataclass of named tensors. `dequantize()` is the reference of every file
+format and solver, `matmul_reference(x)` (activation quantization included) the reference of every
+kernel. Nothing else in the package says what a format means.
 
-A weight is [out_features, in_features]; with a leading expert dimension every tensor field gets one too.
+A weight is [out_features, in_features]; with a leading expert dimension every tensor field gets one
+too.
 """
 
 from flyweight.tensors.base import Plain, QuantTensor, merge
@@ -15,8 +17,20 @@ from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24, quantize_
 from flyweight.tensors.rows import reorder_rows, scale_rows
 from flyweight.tensors.vector import VectorQuant
 
-KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, IntBlock, Int8Channel, Float8, Float4, NvFloat4, Sparse24,
-                                                            VectorQuant)}
+KINDS: dict[str, type[QuantTensor]] = {
+    t.kind: t
+    for t in (
+        Plain,
+        IntGroup,
+        IntBlock,
+        Int8Channel,
+        Float8,
+        Float4,
+        NvFloat4,
+        Sparse24,
+        VectorQuant,
+    )
+}
 
 
 def register(kind: type[QuantTensor]) -> None:
@@ -26,7 +40,25 @@ def register(kind: type[QuantTensor]) -> None:
     KINDS[kind.kind] = kind
 
 
-__all__ = ["FLOAT4_GROUP", "FLOAT8", "FLOAT8_MAX", "KINDS", "Float4", "Float8", "Int8Channel", "IntBlock", "IntGroup", "NvFloat4", "Plain",
-           "QuantTensor", "Sparse24",
-           "VectorQuant", "merge", "quantize_float8_rows", "quantize_int8_rows", "register",
-           "reorder_rows", "scale_rows"]
+__all__ = [
+    "FLOAT4_GROUP",
+    "FLOAT8",
+    "FLOAT8_MAX",
+    "KINDS",
+    "Float4",
+    "Float8",
+    "Int8Channel",
+    "IntBlock",
+    "IntGroup",
+    "NvFloat4",
+    "Plain",
+    "QuantTensor",
+    "Sparse24",
+    "VectorQuant",
+    "merge",
+    "quantize_float8_rows",
+    "quantize_int8_rows",
+    "register",
+    "reorder_rows",
+    "scale_rows",
+]

@@ -14,11 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
-    """Base of the family. `dims` is the number of dimensions of the first tensor field of one (expert-less) weight."""
+    """Base of the family. `dims` is the number of dimensions of the first tensor field of one
+    (expert-less) weight.
+    """
 
     kind: ClassVar[str]
     dims: ClassVar[int] = 2
-    file_format: ClassVar[str | None] = None  # the only one that holds this kind, where there is just one
+    # the only one that holds this kind, where there is just one
+    file_format: ClassVar[str | None] = None
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -30,15 +33,19 @@ class QuantTensor:
         raise NotImplementedError
 
     def quantize_input(self, x: Tensor) -> Tensor:
-        """The values the matmul really sees: x itself unless this kind quantizes activations too."""
+        """The values the matmul really sees: x itself unless this kind quantizes
+        activations too.
+        """
         return x
 
     @property
     def by_rows(self) -> bool:
-        """Can a row be read alone, on a device that records what it is asked? Then an embedding may stay as it is."""
+        """Can a row be read alone, on a device that records what it is asked? Then an embedding may
+        stay as it is.
+        """
         return False
 
-    # -- the same for every kind ------------------------------------------------------------------------------
+    # -- the same for every kind -------------------------------------------------------------------
 
     def fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -98,12 +105,16 @@ class QuantTensor:
         return torch.stack([self[i]._dequantize().to(dtype) for i in range(self.experts)])
 
     def matmul_reference(self, x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-        """x [..., in] → [..., out], accumulated in `dtype`; with experts x is [experts, rows, in]."""
+        """x [..., in] → [..., out], accumulated in `dtype`; with experts x is [experts,
+        rows, in].
+        """
         return self.quantize_input(x).to(dtype) @ self.dequantize(dtype).mT
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored on disk: packed codes, scales, zero points, codebooks, indices and their padding."""
+        """Bytes as stored on disk: packed codes, scales, zero points, codebooks, indices and their
+        padding.
+        """
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @property
@@ -111,7 +122,9 @@ class QuantTensor:
         return 8 * self.nbytes / math.prod(self.shape)
 
     def _metadata(self) -> dict[str, Any]:
-        """Everything that is not a tensor and must agree between weights that are stacked or merged."""
+        """Everything that is not a tensor and must agree between weights that are stacked or
+        merged.
+        """
         data: dict[str, Any] = {"in": self.matrix_shape[1]}
         for name, value in self.fields().items():
             if isinstance(value, QuantTensor):
@@ -123,15 +136,24 @@ class QuantTensor:
         return data
 
     def _merge(self, others: Sequence[Any]) -> Self | None:
-        """self and others as one weight with their rows one after the other, or None where that is not possible."""
+        """self and others as one weight with their rows one after the other, or None where that is
+        not possible.
+        """
         if any(type(o) is not type(self) or o._metadata() != self._metadata() for o in others):
             return None
-        rows = iter([torch.cat(parts, dim=-2) for parts in zip(*(t.tensors().values() for t in (self, *others)), strict=True)])
+        rows = iter(
+            [
+                torch.cat(parts, dim=-2)
+                for parts in zip(*(t.tensors().values() for t in (self, *others)), strict=True)
+            ]
+        )
         return self.map(lambda _: next(rows))
 
 
 def merge(tensors: Sequence[QuantTensor]) -> list[QuantTensor]:
-    """Segments of a merged projection (q/k/v, gate/up): neighbours that agree become one weight, the rest stay."""
+    """Segments of a merged projection (q/k/v, gate/up): neighbours that agree become one weight,
+    the rest stay.
+    """
     segments: list[QuantTensor] = []
     for tensor in tensors:
         joined = segments[-1]._merge([tensor]) if segments else None
@@ -161,7 +183,13 @@ class Plain(QuantTensor):
         return self.weight.float()
 
     @classmethod
-    def random(cls, shape: Sequence[int], seed: int = 0, device: torch.device | str = "cpu", *,
-               dtype: torch.dtype = torch.bfloat16) -> Plain:
+    def random(
+        cls,
+        shape: Sequence[int],
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Plain:
         weight = torch.empty(*shape, dtype=dtype, device=device)
         return cls(weight.normal_(0, shape[-1] ** -0.5, generator=generator_on(seed, device)))

@@ -16,7 +16,9 @@ LOW_PLANE = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4}  # bits of a code → bits of its low
 
 
 def pack_plane(values: Tensor, bits: int) -> Tensor:
-    """uint8 [..., n] below 2^bits (1, 2 or 4) → uint8 [..., n · bits / 8], the first value lowest."""
+    """uint8 [..., n] below 2^bits (1, 2 or 4) → uint8 [..., n · bits / 8], the first
+    value lowest.
+    """
     each = 8 // bits
     parts = values.unflatten(-1, (-1, each))
     packed = parts[..., 0].clone()
@@ -33,7 +35,8 @@ def unpack_plane(packed: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class IntBlock(QuantTensor):
-    """W[n, k] = s[n, g] · v(q[n, k]) − m[n, g] with g = k // group_size, q unsigned and `bits` wide.
+    """W[n, k] = s[n, g] · v(q[n, k]) − m[n, g] with g = k // group_size, q unsigned and `bits`
+    wide.
 
     v(q) is q − middle, or table[q]. s is `scales` itself or, where `sub_scales` are there, their
     product: scales[n, b] · sub_scales[n, g], b counting blocks of several groups. m likewise, from
@@ -65,7 +68,8 @@ class IntBlock(QuantTensor):
 
     @property
     def by_rows(self) -> bool:
-        return self.table is None and self.experts is None  # a table has to be brought to the device
+        # a table has to be brought to the device
+        return self.table is None and self.experts is None
 
     @classmethod
     def planes(cls, values: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
@@ -107,32 +111,71 @@ class IntBlock(QuantTensor):
     @property
     def nbytes(self) -> int:
         subs = sum(part.numel() for part in (self.sub_scales, self.sub_mins) if part is not None)
-        whole = sum(part.nbytes for part in (self.low, self.high, self.scales, self.mins) if part is not None)
+        whole = sum(
+            part.nbytes
+            for part in (self.low, self.high, self.scales, self.mins)
+            if part is not None
+        )
         return whole + math.ceil(subs * self.sub_bits / 8)
 
     @classmethod
-    def random(cls, shape: Sequence[int], seed: int = 0, device: torch.device | str = "cpu", *, bits: int = 4,
-               group_size: int = 32, mins: bool = True, groups_of_block: int = 1, table: tuple[int, ...] | None = None,
-               sub_bits: int = 6) -> IntBlock:
+    def random(
+        cls,
+        shape: Sequence[int],
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        bits: int = 4,
+        group_size: int = 32,
+        mins: bool = True,
+        groups_of_block: int = 1,
+        table: tuple[int, ...] | None = None,
+        sub_bits: int = 6,
+    ) -> IntBlock:
         *lead, rows, columns = shape
         generator = generator_on(seed, device)
         groups = columns // group_size
         blocks = groups // groups_of_block
 
         def draw(low: int, high: int, *size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-            return torch.randint(low, high, (*lead, rows, *size), generator=generator, device=device).to(dtype)
+            return torch.randint(
+                low, high, (*lead, rows, *size), generator=generator, device=device
+            ).to(dtype)
 
         values = draw(0, 1 << bits, columns)
         largest = max(table) if table else 1 << (bits - 1)
         subs = groups_of_block > 1
         most = 1 << sub_bits
         spread = largest * (most / 2 if subs else 1) * math.sqrt(columns)
-        scales = ((0.75 + torch.rand(*lead, rows, blocks, generator=generator, device=device) / 2) / spread).half()
+        scales = (
+            (0.75 + torch.rand(*lead, rows, blocks, generator=generator, device=device) / 2)
+            / spread
+        ).half()
         lowest = (scales.float() * (1 << (bits - 1))).half() if mins else None
-        sub_scales = draw(most // 4 if mins else -most // 2, most if mins else most // 2, groups, dtype=torch.int8) if subs else None
+        sub_scales = (
+            draw(
+                most // 4 if mins else -most // 2,
+                most if mins else most // 2,
+                groups,
+                dtype=torch.int8,
+            )
+            if subs
+            else None
+        )
         sub_mins = draw(most // 4, most, groups) if subs and mins else None
         middle = 0 if mins or table else 1 << (bits - 1)
-        return cls(*cls.planes(values, bits), scales, lowest, sub_scales, sub_mins, bits, group_size, middle, table, sub_bits)
+        return cls(
+            *cls.planes(values, bits),
+            scales,
+            lowest,
+            sub_scales,
+            sub_mins,
+            bits,
+            group_size,
+            middle,
+            table,
+            sub_bits,
+        )
 
 
 def _product(shared: Tensor, own: Tensor | None, groups: int) -> Tensor:

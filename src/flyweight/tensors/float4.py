@@ -64,16 +64,14 @@ class Float4(QuantTensor):
         options: dict[str, Any] = dict(generator=generator, dtype=torch.uint8, device=device)
         codes = torch.randint(0, 256, (*rows, columns // 2), **options)
         usual = EXPONENT_BIAS - 1 - round(math.log2(columns) / 2)
-        exponents = torch.randint(
-            usual - 1, usual + 1, (*rows, columns // FLOAT4_GROUP), **options
-        )
+        exponents = torch.randint(usual - 1, usual + 1, (*rows, columns // FLOAT4_GROUP), **options)
         return cls(codes, exponents)
 
 
 @dataclass(frozen=True, eq=False)
 class NvFloat4(QuantTensor):
-    """W = e2m1 code · scales[n, g] · global_scale[n], one float8 scale for 16 inputs: NVFP4. Its files
-    have one global scale a matrix; here each output has it, so that matrices can be merged.
+    """W = e2m1 code · scales[n, g] · global_scale[n], one float8 scale for 16 inputs: NVFP4. Its
+    files have one global scale a matrix; here each output has it, so that matrices can be merged.
     """
 
     kind: ClassVar[str] = "nvfp4"

@@ -7,7 +7,8 @@ product:
     a value rounded to a type with step `eps`      UNIFORM · eps: errors are uniform between two
                                                    neighbours, whose distance doubles once a binade
     a product of a format                          √ROUNDINGS of those: its result, and its weights
-                                                   where a kernel writes them out in the model's type
+                                                   where a kernel writes them out in the model's
+                                                       type
     activations that the format rounds too         √2 · their own rounding, at most: an input that
                                                    differs in its last bit may fall to another code,
                                                    and in the worst case every one does

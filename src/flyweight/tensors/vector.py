@@ -35,8 +35,8 @@ class ByteBooks:
 
 
 def packed(codes: Tensor) -> Tensor:
-    """Codes [..., 8] as bytes of two 32-bit numbers, uint8 [..., 8]: one below zero borrows from its
-    neighbour, which the sum with another book's gives back.
+    """Codes [..., 8] as bytes of two 32-bit numbers, uint8 [..., 8]: one below zero borrows from
+    its neighbour, which the sum with another book's gives back.
     """
     places = torch.tensor([1 << 8 * i for i in range(4)], device=codes.device)
     words = (codes.long().unflatten(-1, (-1, 4)) * places).sum(-1)
@@ -46,10 +46,12 @@ def packed(codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class VectorQuant(QuantTensor):
-    """VPTQ: `length` neighbouring outputs of one input column are one codebook entry, plus one of the residual book.
+    """VPTQ: `length` neighbouring outputs of one input column are one codebook entry, plus one of
+    the residual book.
 
-    Stored column j = [outlier columns | group 0 | group 1 | …][j] belongs to input perm[j]; then the whole column
-    is scaled and shifted: W[:, k] = column · scale[k] + bias[k]. An index is (residual << log2(main)) | main.
+    Stored column j = [outlier columns | group 0 | group 1 | …][j] belongs to input perm[j]; then
+    the whole column is scaled and shifted: W[:, k] = column · scale[k] + bias[k]. An index is
+    (residual << log2(main)) | main.
     """
 
     kind: ClassVar[str] = "vptq"
@@ -95,7 +97,9 @@ class VectorQuant(QuantTensor):
         return joint & ((1 << main) - 1), None if self.residual is None else joint >> main
 
     @staticmethod
-    def join_indices(main: Tensor, residual: Tensor | None, *, main_bits: int, residual_bits: int) -> Tensor:
+    def join_indices(
+        main: Tensor, residual: Tensor | None, *, main_bits: int, residual_bits: int
+    ) -> Tensor:
         """The packed stream of `indices` from [groups, ceil(out / length), group columns]."""
         joint = main.long() if residual is None else main.long() | (residual.long() << main_bits)
         return pack(joint, main_bits + residual_bits)
@@ -111,8 +115,11 @@ class VectorQuant(QuantTensor):
         # [groups, row blocks, columns, length] → [row blocks · length, groups · columns]
         columns = vectors.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)[: self.out_features]
         if self.outlier_indices is not None and self.outlier_codebook is not None:
-            outliers = self.outlier_codebook.float()[self.outlier_indices.long()]  # [row blocks, outliers, length]
-            columns = torch.cat([outliers.permute(0, 2, 1).flatten(0, 1)[: self.out_features], columns], 1)
+            # [row blocks, outliers, length]
+            outliers = self.outlier_codebook.float()[self.outlier_indices.long()]
+            columns = torch.cat(
+                [outliers.permute(0, 2, 1).flatten(0, 1)[: self.out_features], columns], 1
+            )
         if self.perm is not None:
             columns = columns[:, self.perm.long().argsort()]
         if self.scale is not None:
@@ -165,15 +172,30 @@ class VectorQuant(QuantTensor):
         return None  # every weight has its own codebooks
 
     @classmethod
-    def random(cls, shape: Sequence[int], seed: int = 0, device: torch.device | str = "cpu", *, length: int = 8,
-               main: int = 8192, residual: int | None = 256, groups: int = 1, outliers: int = 0, outlier_length: int = 4,
-               outlier_centroids: int = 256, permute: bool = False, normalize: bool = True,
-               dtype: torch.dtype = torch.bfloat16) -> VectorQuant:
+    def random(
+        cls,
+        shape: Sequence[int],
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        length: int = 8,
+        main: int = 8192,
+        residual: int | None = 256,
+        groups: int = 1,
+        outliers: int = 0,
+        outlier_length: int = 4,
+        outlier_centroids: int = 256,
+        permute: bool = False,
+        normalize: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> VectorQuant:
         *lead, rows, columns = shape
         generator = generator_on(seed, device)
 
         def normal(*size: int, spread: float = 1.0) -> Tensor:
-            return (torch.randn(*lead, *size, generator=generator, device=device) * spread).to(dtype)
+            return (torch.randn(*lead, *size, generator=generator, device=device) * spread).to(
+                dtype
+            )
 
         def integers(high: int, *size: int) -> Tensor:
             return torch.randint(0, high, (*lead, *size), generator=generator, device=device)
@@ -181,17 +203,37 @@ class VectorQuant(QuantTensor):
         if (columns - outliers) % groups:
             raise ValueError(f"{columns - outliers} columns do not divide into {groups} groups")
         blocks, width = math.ceil(rows / length), (columns - outliers) // groups
-        main_bits, residual_bits = (main - 1).bit_length(), (residual - 1).bit_length() if residual else 0
+        main_bits, residual_bits = (
+            (main - 1).bit_length(),
+            (residual - 1).bit_length() if residual else 0,
+        )
         extra = integers(residual, groups, blocks, width) if residual else None
-        indices = cls.join_indices(integers(main, groups, blocks, width), extra, main_bits=main_bits,
-                                   residual_bits=residual_bits)
-        spread = columns ** -0.5
-        order = torch.rand(*lead, columns, generator=generator, device=device).argsort(-1).to(torch.int32)
+        indices = cls.join_indices(
+            integers(main, groups, blocks, width),
+            extra,
+            main_bits=main_bits,
+            residual_bits=residual_bits,
+        )
+        spread = columns**-0.5
+        order = (
+            torch.rand(*lead, columns, generator=generator, device=device)
+            .argsort(-1)
+            .to(torch.int32)
+        )
         return cls(
-            indices, normal(groups, main, length, spread=spread),
-            normal(groups, residual, length, spread=spread / 8) if residual else None, columns, rows,
-            outlier_indices=integers(outlier_centroids, math.ceil(rows / outlier_length), outliers).int() if outliers else None,
-            outlier_codebook=normal(outlier_centroids, outlier_length, spread=2 * spread) if outliers else None,
+            indices,
+            normal(groups, main, length, spread=spread),
+            normal(groups, residual, length, spread=spread / 8) if residual else None,
+            columns,
+            rows,
+            outlier_indices=integers(
+                outlier_centroids, math.ceil(rows / outlier_length), outliers
+            ).int()
+            if outliers
+            else None,
+            outlier_codebook=normal(outlier_centroids, outlier_length, spread=2 * spread)
+            if outliers
+            else None,
             perm=order if permute else None,
             scale=(1 + normal(columns, spread=0.1).float()).to(dtype) if normalize else None,
             bias=normal(columns, spread=0.01 * spread) if normalize else None,
@@ -199,8 +241,10 @@ class VectorQuant(QuantTensor):
 
 
 def entries(book: Tensor, index: Tensor) -> Tensor:
-    """[groups, n, length] and indices [groups, blocks, columns] → vectors [groups, blocks, columns, length]. Where gradients are
-    wanted, a book of a few entries is chosen from: those of indexing are added up one after the other for each entry."""
+    """[groups, n, length] and indices [groups, blocks, columns] → vectors [groups, blocks, columns,
+    length]. Where gradients are wanted, a book of a few entries is chosen from: those of indexing
+    are added up one after the other for each entry.
+    """
     if not book.requires_grad or book.shape[1] > FEW:
         return book[torch.arange(len(index), device=index.device)[:, None, None], index]
     vectors = book[:, None, None, 0]

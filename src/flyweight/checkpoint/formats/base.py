@@ -1,8 +1,9 @@
 """Format: on-disk tensors and `quantization_config` ↔ QuantTensor, one class per family of files.
 
-Reading trusts nothing: every config value has its type checked, every tensor its dtype and its shape against the
-others before anything is unpacked, so a damaged file is an error with a name in it and never garbage or a huge
-allocation. Writing asks `refuses` first: what a format cannot hold exactly is never written.
+Reading trusts nothing: every config value has its type checked, every tensor its dtype and its
+shape against the others before anything is unpacked, so a damaged file is an error with a name in
+it and never garbage or a huge allocation. Writing asks `refuses` first: what a format cannot hold
+exactly is never written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class CheckpointNotice(UserWarning):
 
 
 def notice(checkpoint: Source, message: str) -> None:
-    """Python shows a warning of one text once, so a fault of every layer is told once for the folder."""
+    """Python shows a warning of one text once, so a fault of every layer is told once for the
+    folder.
+    """
     warnings.warn(f"{checkpoint.folder}: {message}", CheckpointNotice, stacklevel=2)
 
 
@@ -55,7 +58,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """One family of files. A module is quantized where the tensor `mark` is there, and then uses `suffixes`."""
+    """One family of files. A module is quantized where the tensor `mark` is there, and then uses
+    `suffixes`.
+    """
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
@@ -68,7 +73,9 @@ class Format:
 
     @property
     def spare(self) -> tuple[str, ...]:
-        """Patterns of tensors that nothing here needs: they need not be read, and are not written again."""
+        """Patterns of tensors that nothing here needs: they need not be read, and are not written
+        again.
+        """
         return ()
 
     def names(self, prefix: str) -> list[str]:
@@ -77,8 +84,14 @@ class Format:
 
     def modules(self, checkpoint: Source) -> list[str]:
         """The prefixes of all quantized modules, in the order of the files."""
-        return list(dict.fromkeys(name.removesuffix(f".{mark}") for name in checkpoint.names() for mark in self.marks
-                                  if name.endswith(f".{mark}")))
+        return list(
+            dict.fromkeys(
+                name.removesuffix(f".{mark}")
+                for name in checkpoint.names()
+                for mark in self.marks
+                if name.endswith(f".{mark}")
+            )
+        )
 
     def read(self, checkpoint: Source, prefix: str) -> QuantTensor | None:
         """The weight of the module `prefix`; None where it is not quantized."""
@@ -92,26 +105,35 @@ class Format:
         """The tensors of one module by suffix."""
         raise NotImplementedError
 
-    def config(self, layers: Layers, ignore: Iterable[str] = (), *, biased: Iterable[str] = ()) -> dict[str, Any]:
+    def config(
+        self, layers: Layers, ignore: Iterable[str] = (), *, biased: Iterable[str] = ()
+    ) -> dict[str, Any]:
         """`quantization_config` for these layers (their tensors may be on the meta device).
 
-        `ignore` are the linear modules that stay plain, `biased` those with a bias beside the weight.
+        `ignore` are the linear modules that stay plain, `biased` those with a bias beside the
+        weight.
         """
         raise NotImplementedError
 
     def expect(self, prefix: str, dense: QuantTensor) -> None:
         if not isinstance(dense, Plain) and (reason := self.refuses(dense)):
-            raise UnsupportedError(f"{prefix}: the {self.name} format cannot hold this weight: {reason}")
+            raise UnsupportedError(
+                f"{prefix}: the {self.name} format cannot hold this weight: {reason}"
+            )
 
     def write(self, prefix: str, tensor: QuantTensor) -> dict[str, Tensor]:
-        """The tensors of the module `prefix` by full name. 2:4 weights are written dense: no engine reads them otherwise."""
+        """The tensors of the module `prefix` by full name. 2:4 weights are written dense: no engine
+        reads them otherwise.
+        """
         if tensor.experts is not None:
             raise ValueError("experts are written one by one")
         dense = dense_of(tensor)
         if isinstance(dense, Plain):
             return {f"{prefix}.weight": dense.weight}
         self.expect(prefix, dense)
-        return {f"{prefix}.{suffix}": part.contiguous() for suffix, part in self.pack(dense).items()}
+        return {
+            f"{prefix}.{suffix}": part.contiguous() for suffix, part in self.pack(dense).items()
+        }
 
 
 def dense_of(tensor: QuantTensor) -> QuantTensor:
@@ -120,7 +142,9 @@ def dense_of(tensor: QuantTensor) -> QuantTensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """`quantization_config` with typed access: a wrong value is an error that names its key and file."""
+    """`quantization_config` with typed access: a wrong value is an error that names its key and
+    file.
+    """
 
     values: Mapping[str, Any]
     where: str
@@ -132,7 +156,9 @@ class Settings:
                 raise CheckpointError(f"{self.where}: `{key}` is missing")
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise CheckpointError(f"{self.where}: `{key}` is {short(value)}, a {kind.__name__} is wanted")
+            raise CheckpointError(
+                f"{self.where}: `{key}` is {short(value)}, a {kind.__name__} is wanted"
+            )
         return value
 
     def choice(self, key: str, known: Sequence[str], default: Any = REQUIRED) -> str:
@@ -144,14 +170,19 @@ class Settings:
     def bits(self, key: str, known: Sequence[int], default: Any = REQUIRED) -> int:
         bits = self.get(key, int, default)
         if bits not in known:
-            raise UnsupportedError(f"{self.where}: `{key}` is {bits}; {', '.join(map(str, known))} can be read")
+            raise UnsupportedError(
+                f"{self.where}: `{key}` is {bits}; {', '.join(map(str, known))} can be read"
+            )
         return bits
 
     def group_size(self, key: str, default: Any = REQUIRED) -> int:
         """Above zero, or −1 for one group per row."""
         size = self.get(key, int, default)
         if size < 1 and size != -1:
-            raise CheckpointError(f"{self.where}: `{key}` is {size}; above zero, or -1 for one group per row, is wanted")
+            raise CheckpointError(
+                f"{self.where}: `{key}` is {size}; above zero, or -1 for one "
+                f"group per row, is wanted"
+            )
         return size
 
     def part(self, key: str, default: Any = REQUIRED) -> Settings:
@@ -163,19 +194,29 @@ def short(value: Any) -> str:
     return text if len(text) < 40 else text[:37] + "..."
 
 
-def take(checkpoint: Source, name: str, *, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> Tensor:
+def take(
+    checkpoint: Source, name: str, *, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]
+) -> Tensor:
     """The tensor if it is there, of one of the types and of the shape (None: any length there)."""
     if not checkpoint.has(name):
         raise fault(checkpoint, f"tensor {name!r} is missing, but its siblings are there")
     found = checkpoint.shape(name)
-    if len(found) != len(shape) or any(want is not None and size != want for size, want in zip(found, shape, strict=True)):
+    if len(found) != len(shape) or any(
+        want is not None and size != want for size, want in zip(found, shape, strict=True)
+    ):
         wanted = [size if size is not None else "any" for size in shape]
-        raise fault(checkpoint, f"tensor {name!r} has shape {list(found)}; "
-                                f"quantization_config and its siblings imply {wanted}".replace("'any'", "any"))
+        raise fault(
+            checkpoint,
+            f"tensor {name!r} has shape {list(found)}; "
+            f"quantization_config and its siblings imply "
+            f"{wanted}".replace("'any'", "any"),
+        )
     tensor = checkpoint.tensor(name)
     if tensor.dtype not in dtypes:
         wanted_types = " or ".join(map(type_name, dtypes))
-        raise fault(checkpoint, f"tensor {name!r} is {type_name(tensor.dtype)}, {wanted_types} is wanted")
+        raise fault(
+            checkpoint, f"tensor {name!r} is {type_name(tensor.dtype)}, {wanted_types} is wanted"
+        )
     return tensor
 
 
@@ -185,15 +226,25 @@ def present(checkpoint: Source, prefix: str, form: Format) -> bool:
         return True
     stray = next((name for name in form.names(prefix) if checkpoint.has(name)), None)
     if stray and not checkpoint.has(f"{prefix}.weight"):
-        raise fault(checkpoint, f"tensor '{prefix}.{form.marks[0]}' is missing, but {stray!r} is there")
+        raise fault(
+            checkpoint, f"tensor '{prefix}.{form.marks[0]}' is missing, but {stray!r} is there"
+        )
     return False
 
 
 def rounded_scales(scales: Tensor) -> str | None:
-    """GPTQ and AWQ files keep scales in float16; a bfloat16 scale fits unless it is very small or large."""
-    if scales.dtype == torch.float16 or scales.is_meta or torch.equal(scales.half().float(), scales.float()):
+    """GPTQ and AWQ files keep scales in float16; a bfloat16 scale fits unless it is very small or
+    large.
+    """
+    if (
+        scales.dtype == torch.float16
+        or scales.is_meta
+        or torch.equal(scales.half().float(), scales.float())
+    ):
         return None
-    return f"its {type_name(scales.dtype)} scales would be rounded to float16; use compressed-tensors"
+    return (
+        f"its {type_name(scales.dtype)} scales would be rounded to float16; use compressed-tensors"
+    )
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -206,8 +257,15 @@ def most_common(values: Iterable[Any]) -> Any:
 
 
 def group_labels(layers: Layers) -> dict[str, int]:
-    """The group size of each integer layer as a config names it: −1 for one group per row, unless that is the common size."""
-    sizes = {prefix: (dense.group_size, dense.group_size >= dense.in_features) for prefix, tensor in layers.items()
-             if isinstance(dense := dense_of(tensor), IntGroup)}
+    """The group size of each integer layer as a config names it: −1 for one group per row, unless
+    that is the common size.
+    """
+    sizes = {
+        prefix: (dense.group_size, dense.group_size >= dense.in_features)
+        for prefix, tensor in layers.items()
+        if isinstance(dense := dense_of(tensor), IntGroup)
+    }
     common = most_common([size for size, whole in sizes.values() if not whole] or [-1])
-    return {prefix: -1 if whole and size != common else size for prefix, (size, whole) in sizes.items()}
+    return {
+        prefix: -1 if whole and size != common else size for prefix, (size, whole) in sizes.items()
+    }

@@ -1,4 +1,6 @@
-"""GGUF as it is: the file says of each matrix how it is stored, so there is no `quantization_config`."""
+"""GGUF as it is: the file says of each matrix how it is stored, so there is no
+`quantization_config`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Blocks(Source, Protocol):
 
 @dataclass(frozen=True)
 class Gguf(Format):
-    """Read only: `checkpoint/gguf_export.py` writes such files, which are no folders of named parts."""
+    """Read only: `checkpoint/gguf_export.py` writes such files, which are no folders of named
+    parts.
+    """
 
     name: ClassVar[str] = "gguf"
     marks: ClassVar[tuple[str, ...]] = ("weight",)

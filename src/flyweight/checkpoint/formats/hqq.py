@@ -2,10 +2,11 @@
 
     W_q     codes of [N · K / group, group], a part of the rows in each field of a byte (8, 4, 2, 1
             bits) or of a word (3 bits: ten to a word), the first part highest
-    scale, zero [N · K / group, 1]; shape [2]; nbits, group_size, axis, packing and others as tensors
+    scale, zero [N · K / group, 1]; shape [2]; nbits, group_size, axis, packing and others as
+        tensors
 
-W = (code − zero) · scale with a zero point that is no whole number: a minimum of zero · scale, which
-is rounded to float16 once, as scales are.
+W = (code − zero) · scale with a zero point that is no whole number: a minimum of zero · scale,
+which is rounded to float16 once, as scales are.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
             float8_e4m3fn [N, K/16] · weight_scale_2 float32 (one)
     FP8     weight float8_e4m3fn [N, K] · weight_scale float32 (one); input_scale
 
-`input_scale` of NVFP4 is for activations in 4 bits. They keep their 16 bits here, which is only more
-precise.
+`input_scale` of NVFP4 is for activations in 4 bits. They keep their 16 bits here, which is only
+more precise.
 """
 
 from __future__ import annotations

@@ -15,10 +15,16 @@ class Drafter(Protocol):
         """Prepare what takes long ahead of the first request."""
 
     def promising(self, request: Request) -> bool:
-        """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step, before they are."""
+        """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step,
+        before they are.
+        """
 
-    def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
-        """By request number, what comes after its last token: at most `most[number]` guesses, which is at least one."""
+    def propose(
+        self, requests: Sequence[Request], most: Mapping[int, int]
+    ) -> Mapping[int, Sequence[int]]:
+        """By request number, what comes after its last token: at most `most[number]` guesses, which
+        is at least one.
+        """
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         """So many of its guesses were right."""

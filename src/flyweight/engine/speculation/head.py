@@ -4,8 +4,8 @@ The head follows every step of the model (`Runner.follower`): what the step leav
 (models/taps.py), with the tokens chosen after it, goes through the head's layer, whose keys and
 values lie in blocks of the same numbers as the model's. So prompts, the prefix cache, preemption
 and cancellation need nothing of their own. Right behind it come the guesses for the next step, all
-launched before the host has read what the step chose. The host does not read them before it launches
-the step that checks them (late.py).
+launched before the host has read what the step chose. The host does not read them before it
+launches the step that checks them (late.py).
 
 A guess is the head's likeliest token, also where the request samples: it is kept as often as the
 model's own sampler chooses that token (verify.py).
@@ -156,8 +156,8 @@ class HeadDrafter:
         self._expect(sampling, found)
 
     def _expect(self, works: Sequence[Work], found: Tensor) -> None:
-        """Guesses [guesses, sequences] for the next step of these, which the host has not read. They
-        lie where those before them lay, so none of those may be checked any more.
+        """Guesses [guesses, sequences] for the next step of these, which the host has not read.
+        They lie where those before them lay, so none of those may be checked any more.
         """
         self.guessed.clear()
         arrival = Arrival(found)

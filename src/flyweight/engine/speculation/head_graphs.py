@@ -1,8 +1,10 @@
 """A drafting head's work after a step of the model, as two kinds of CUDA graphs.
 
-    follow(rows)      the model's hidden states of all rows of the step, with the tokens chosen after
-                      them, go through the head's layer; the last right row of each sequence is kept
-    chain(sequences)  head ─► likeliest token ─► layer ─► head ─► …: all guesses, one after the other
+    follow(rows)      the model's hidden states of all rows of the step, with the tokens chosen
+                      after them, go through the head's layer; the last right row of each sequence
+                      is kept
+    chain(sequences)  head ─► likeliest token ─► layer ─► head ─► …: all guesses, one after the
+                      other
 
 Nothing in between comes to the host: which guesses of the step were right is found out on the
 device (accept.cu), and wrong rows are written over by the next step.
@@ -27,7 +29,8 @@ from flyweight.models.decode_step import DecodeAttention, StepRows, head_shape
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads.head import DraftHead
 
-SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # of which rows of a step fill one at least: `accept` writes as many
+# of which rows of a step fill one at least: `accept` writes as many
+SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 # a lone layer's qkv and attention are two kernels, which are faster for eight rows than for fewer
 ROWS = tuple(size for size in SIZES if size not in FUSED_SIZES)
 

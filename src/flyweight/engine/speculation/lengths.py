@@ -16,7 +16,8 @@ from flyweight.engine.request import Request
 MOST_ROWS = 64  # of a step, guesses counted: beyond, a step costs about what its rows cost
 MOST_GUESSES = 7  # rows of one sequence are eight in a captured step
 SAMPLES = 8  # steps of one size that are remembered
-ABSURD = 20  # times the shortest step: one that was compiled or captured first, which says nothing of the next
+# times the shortest step: one that was compiled or captured first, which says nothing of the next
+ABSURD = 20
 WORTH = 1.02  # so much faster must speculation be than none
 FADE = 0.9  # of what an older step says about the chance
 PRIOR = (2.0, 3.0)  # right guesses of so many, of a request that nothing is known of
@@ -42,7 +43,9 @@ class Fixed:
 
     def most(self, requests: Sequence[Request]) -> Mapping[int, int]:
         room = MOST_ROWS // max(1, len(requests)) - 1
-        return dict.fromkeys((request.number for request in requests), max(0, min(self.count, room)))
+        return dict.fromkeys(
+            (request.number for request in requests), max(0, min(self.count, room))
+        )
 
     def learn(self, seconds: float, rows: int) -> None:
         pass
@@ -71,7 +74,9 @@ class Chance:
 
 
 class StepTimes:
-    """Seconds of steps by their rows. The shortest of the latest counts: what makes one longer is seldom its rows."""
+    """Seconds of steps by their rows. The shortest of the latest counts: what makes one longer is
+    seldom its rows.
+    """
 
     def __init__(self) -> None:
         self.samples: dict[int, deque[float]] = {}
@@ -82,7 +87,9 @@ class StepTimes:
             self.samples.setdefault(size_of(rows), deque(maxlen=SAMPLES)).append(seconds)
 
     def of(self, rows: int) -> float:
-        """Of a size that was never run: as of the next smaller one, so that it is tried; 1 where nothing is known."""
+        """Of a size that was never run: as of the next smaller one, so that it is tried; 1 where
+        nothing is known.
+        """
         known = [size for size in self.samples if size <= size_of(rows)]
         return min(self.samples[max(known)]) if known else 1.0
 
@@ -103,7 +110,9 @@ class Measured:
         chances = [self.chances.setdefault(request.number, Chance()) for request in requests]
         best, best_rate = 0, WORTH * len(requests) / self.times.of(len(requests))
         for count in range(1, min(MOST_GUESSES, MOST_ROWS // max(1, len(requests)) - 1) + 1):
-            rate = sum(expected(chance.value, count) for chance in chances) / self.times.of(len(requests) * (1 + count))
+            rate = sum(expected(chance.value, count) for chance in chances) / self.times.of(
+                len(requests) * (1 + count)
+            )
             if rate > best_rate:
                 best, best_rate = count, rate
         if best == 0:  # what is known grows old, so that guessing is tried again

@@ -89,7 +89,9 @@ class ModelDrafter:
             shadow.state = State.FINISHED  # its row goes with the next step
 
     def _follow(self, request: Request) -> Request:
-        """The request's shadow, with its tokens; what was computed for wrong guesses is computed again."""
+        """The request's shadow, with its tokens; what was computed for wrong guesses is computed
+        again.
+        """
         shadow = self.shadows.get(request.number)
         if shadow is None:
             params = replace(request.params, logprobs=None, prompt_logprobs=None)
@@ -108,7 +110,10 @@ class ModelDrafter:
         same = common_length(shadow.tokens, request.tokens)
         shadow.tokens[same:] = request.tokens[same:]
         shadow.computed = min(shadow.computed, same, len(shadow.tokens) - 1)
-        if is_penalized(shadow.params) and (row := self.runner.rows.row_of.get(shadow.number)) is not None:
+        if (
+            is_penalized(shadow.params)
+            and (row := self.runner.rows.row_of.get(shadow.number)) is not None
+        ):
             self.runner.rows.sampling.enter([row], [shadow])  # wrong guesses do not count
         return shadow
 
@@ -138,7 +143,9 @@ class ModelDrafter:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two texts begin with alike. They differ near their ends, so it is looked for from there."""
+    """Tokens that two texts begin with alike. They differ near their ends, so it is looked for from
+    there.
+    """
     shorter = min(len(one), len(other))
     begin = max(0, shorter - 64)
     if one[:begin] != other[:begin]:
@@ -150,13 +157,20 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def check_vocabularies(
-    target: str, target_vocabulary: Mapping[str, int] | int, drafter: str, vocabulary: Mapping[str, int] | int
+    target: str,
+    target_vocabulary: Mapping[str, int] | int,
+    drafter: str,
+    vocabulary: Mapping[str, int] | int,
 ) -> None:
     """Guesses are token ids, which must mean the same in both models."""
     if target_vocabulary == vocabulary:
         return
     sizes = [one if isinstance(one, int) else len(one) for one in (target_vocabulary, vocabulary)]
-    what = f"{sizes[0]:,} and {sizes[1]:,} tokens" if sizes[0] != sizes[1] else "other tokens for the same ids"
+    what = (
+        (f"{sizes[0]:,} and {sizes[1]:,} tokens")
+        if sizes[0] != sizes[1]
+        else "other tokens for the same ids"
+    )
     raise OptionError(
         f"{drafter} cannot guess for {target}: their vocabularies differ ({what}); "
         "take a smaller model of the same family"

@@ -1,4 +1,5 @@
-"""Guesses from text that was there before: what followed the last tokens when they stood somewhere else.
+"""Guesses from text that was there before: what followed the last tokens when they stood somewhere
+else.
 
 Answers that quote (summaries, edits of code, questions about a document) repeat their prompts, and
 servers repeat themselves. Looked through are the request's own prompt and answer, then what others
@@ -27,12 +28,15 @@ END = -1  # between two texts
 
 
 class TokenIndex:
-    """A growing list of tokens, in which the places of any GRAM tokens are found, the latest first."""
+    """A growing list of tokens, in which the places of any GRAM tokens are found, the
+    latest first.
+    """
 
     def __init__(self, tokens: Iterable[int] = ()):
         self.tokens: list[int] = []
         self.last: dict[tuple[int, ...], int] = {}  # GRAM tokens → where they last ended
-        self.before: list[int] = []  # where the tokens that end here ended the time before; −1: nowhere
+        # where the tokens that end here ended the time before; −1: nowhere
+        self.before: list[int] = []
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -46,7 +50,8 @@ class TokenIndex:
                 last[gram] = end
 
     def match(self, past: Sequence[int], needed: int, *, own: bool) -> int | None:
-        """Where the end of `past` stood, with `needed` tokens before it agreeing; of several the longest, then the latest.
+        """Where the end of `past` stood, with `needed` tokens before it agreeing; of several the
+        longest, then the latest.
 
         `own`: `past` is the end of this very list, which does not count.
         """
@@ -72,7 +77,9 @@ class TokenIndex:
         return count
 
     def after(self, place: int, count: int, *, own: bool) -> list[int]:
-        """What followed, up to the end of that text. Where the text is still being written, it goes on repeating."""
+        """What followed, up to the end of that text. Where the text is still being written, it goes
+        on repeating.
+        """
         following = self.tokens[place + 1 : place + 1 + count]
         if END in following:
             following = following[: following.index(END)]

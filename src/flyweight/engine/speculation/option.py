@@ -11,13 +11,16 @@ NAMED = {  # kinds that need a name behind them, and what of
     "model": "a model that guesses, such as model:smollm2-135m",
     "eagle3": "a folder with a head, such as eagle3:./my-head",
 }
-GUESSES = {"model": 4, "eagle3": 3, "mtp": 3}  # in a step, unless a number is given; others: as many as pay
+# in a step, unless a number is given; others: as many as pay
+GUESSES = {"model": 4, "eagle3": 3, "mtp": 3}
 MOST_GUESSES = 15  # a step's rows of one sequence are 16 at most
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What was asked for: `kind`, the drafter's folder where it has one, and guesses in a step (None: as it pays)."""
+    """What was asked for: `kind`, the drafter's folder where it has one, and guesses in a step
+    (None: as it pays).
+    """
 
     kind: str = "off"
     model: str | None = None
@@ -25,7 +28,9 @@ class Speculation:
 
     @classmethod
     def parse(cls, text: str | None) -> Speculation:
-        """off, auto, ngram[:GUESSES], mtp[:GUESSES], model:NAME[:GUESSES] or eagle3:NAME[:GUESSES]."""
+        """off, auto, ngram[:GUESSES], mtp[:GUESSES], model:NAME[:GUESSES] or
+        eagle3:NAME[:GUESSES].
+        """
         kind, _, rest = (text or "off").partition(":")
         if kind not in KINDS:
             raise OptionError(unknown("value of speculate", kind, KINDS))
@@ -45,6 +50,8 @@ class Speculation:
 
 
 def split_count(text: str) -> tuple[str, str]:
-    """A name may have colons of its own (preset:NAME:SCHEME); only a last part of digits is a number of guesses."""
+    """A name may have colons of its own (preset:NAME:SCHEME); only a last part of digits is a
+    number of guesses.
+    """
     name, colon, last = text.rpartition(":")
     return (name, last) if colon and last.isdigit() else (text, "")

@@ -1,10 +1,11 @@
 """The rows of a step in which several are of one sequence: what a captured step with guesses reads.
 
-    sequence 3, length 70, three guesses     →  rows of lengths 70, 71, 72, 73, rows before: 0, 1, 2, 3
+    sequence 3, length 70, three guesses     →  rows of lengths 70, 71, 72, 73, rows before: 0, 1,
+        2, 3
     sequence 5, length 12, none              →  a row of length 12, rows before: 0
 
-`Rows` has one row a sequence, and keeps it from step to step. These are made anew for each step from
-what the host knows; block tables and adapters alone are copied from there, on the device.
+`Rows` has one row a sequence, and keeps it from step to step. These are made anew for each step
+from what the host knows; block tables and adapters alone are copied from there, on the device.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from flyweight.engine.speculation.late import LateDrafts
 from flyweight.kernels.attention.decode import CHUNK
 
 CAPACITY = 64
-# Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are two, those are faster for
-# eight rows than for two or four (`rows_N` of benchmarks/workshop/speculation-h200.jsonl).
+# Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are
+# two, those are faster for eight rows than for two or four (`rows_N` of
+# benchmarks/workshop/speculation-h200.jsonl).
 FUSED_SIZES = (1, 2, 4)
 SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
 
@@ -36,9 +38,11 @@ class SharedRows:
         self.capacity = CAPACITY
         self.tables = torch.zeros(CAPACITY, rows.pages, dtype=torch.int32, device=rows.device)
         self.adapters = None if rows.adapters is None else rows.adapters.new_empty(CAPACITY)
-        self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=rows.device)  # the likeliest after each row
+        # the likeliest after each row
+        self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=rows.device)
         self._uncounted = torch.zeros(CAPACITY, dtype=torch.int32, device=rows.device)
-        # what one copy brings: tokens, places in `rows`, sampled rows, first rows, lengths and rows before
+        # what one copy brings: tokens, places in `rows`, sampled rows, first rows, lengths and rows
+        # before
         self._staged = torch.zeros(40 * CAPACITY, dtype=torch.uint8, device=rows.device)
         words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
         self.tokens = words[:CAPACITY]
@@ -62,7 +66,9 @@ class SharedRows:
         return self.rows.adapted
 
     def takes(self, works: Sequence[Work]) -> bool:
-        """Whether such a step fits: answers alone, each with no more new tokens than a kernel takes, which the host knows."""
+        """Whether such a step fits: answers alone, each with no more new tokens than a kernel
+        takes, which the host knows.
+        """
         return sum(work.count for work in works) <= CAPACITY and all(
             work.samples
             and work.count <= CHUNK
@@ -72,7 +78,9 @@ class SharedRows:
         )
 
     def fill(self, works: Sequence[Work]) -> int:
-        """Make the rows of this step, and the list of those that are sampled from; returns how many rows."""
+        """Make the rows of this step, and the list of those that are sampled from; returns how many
+        rows.
+        """
         sampled: list[int] = []
         first: list[int] = []
         late: list[tuple[int, LateDrafts]] = []

@@ -20,7 +20,9 @@ class Speculator:
         self.seconds = 0.0  # spent on guessing
 
     def figures(self) -> dict[str, float]:
-        """Since the start, for those who measure: means over the steps in which a sequence had guesses."""
+        """Since the start, for those who measure: means over the steps in which a sequence had
+        guesses.
+        """
         steps = max(1, self.steps)
         return {
             "acceptance_length": 1 + self.accepted / steps,
@@ -39,7 +41,9 @@ class Speculator:
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
         rooms = self.lengths.most(requests)
-        found = any(rooms[request.number] and self.drafter.promising(request) for request in requests)
+        found = any(
+            rooms[request.number] and self.drafter.promising(request) for request in requests
+        )
         self.seconds += time.perf_counter() - begin
         return found
 
@@ -48,7 +52,10 @@ class Speculator:
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
         rooms = self.lengths.most(requests)
-        most = {request.number: min(rooms[request.number], request.limit - request.length - 1) for request in requests}
+        most = {
+            request.number: min(rooms[request.number], request.limit - request.length - 1)
+            for request in requests
+        }
         wanting = [request for request in requests if most[request.number] > 0]
         drafts = self.drafter.propose(wanting, most) if wanting else {}
         self.seconds += time.perf_counter() - begin
@@ -67,6 +74,8 @@ class Speculator:
 
 
 def may_guess(request: Request) -> bool:
-    """Answers whose next token is free. Under a grammar every token changes what may follow, so those go one by one."""
+    """Answers whose next token is free. Under a grammar every token changes what may follow, so
+    those go one by one.
+    """
     answering = request.state is State.RUNNING and request.missing == 1
     return answering and request.constraint is None and request.limit - request.length > 1

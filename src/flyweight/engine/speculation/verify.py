@@ -61,7 +61,9 @@ def choose_after_drafts(
     return sample(logits.float(), batch)
 
 
-def _count_drafts(batch: SamplingBatch, works: Sequence[Work], device: torch.device) -> SamplingBatch:
+def _count_drafts(
+    batch: SamplingBatch, works: Sequence[Work], device: torch.device
+) -> SamplingBatch:
     """Penalties of a row count the guesses before it."""
     assert batch.seen is not None
     places: list[int] = []

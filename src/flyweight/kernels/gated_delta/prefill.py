@@ -53,8 +53,16 @@ def _chunk(states, index, chunk, count, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["states"])
 def _convolve(
-    projected, conv, weight, states, out, stride, CHANNELS_ALL: tl.constexpr,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+    projected,
+    conv,
+    weight,
+    states,
+    out,
+    stride,
+    CHANNELS_ALL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     begin, count, start, source, _ = _sequence(states, tl.program_id(0))
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -83,8 +91,13 @@ def _convolve(
 
 @triton.jit(do_not_specialize_on_alignment=["states"])
 def _remember(
-    projected, conv, states, stride, CHANNELS_ALL: tl.constexpr, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr
+    projected,
+    conv,
+    states,
+    stride,
+    CHANNELS_ALL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """A step's own end, and its mark: positions of this step come from the projections, older ones
     from the slot where the sequence came from.
@@ -142,9 +155,22 @@ def _unit(mixed, rows, live, first, stride, epsilon, SIZE: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize_on_alignment=["states"])
 def _invert(
-    mixed, projected, decay, step_bias, states, inverses, stride, epsilon, HEADS: tl.constexpr,
-    SHARING: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, CHANNELS_ALL: tl.constexpr,
-    GATES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    mixed,
+    projected,
+    decay,
+    step_bias,
+    states,
+    inverses,
+    stride,
+    epsilon,
+    HEADS: tl.constexpr,
+    SHARING: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHANNELS_ALL: tl.constexpr,
+    GATES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -177,10 +203,28 @@ def _invert(
 
 @triton.jit(do_not_specialize_on_alignment=["states"])
 def _scan(
-    mixed, projected, decay, step_bias, states, inverses, recurrent, out, chunks, stride, epsilon,
-    scale, HEADS: tl.constexpr, SHARING: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, CHANNELS_ALL: tl.constexpr, GATES: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr
+    mixed,
+    projected,
+    decay,
+    step_bias,
+    states,
+    inverses,
+    recurrent,
+    out,
+    chunks,
+    stride,
+    epsilon,
+    scale,
+    HEADS: tl.constexpr,
+    SHARING: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHANNELS_ALL: tl.constexpr,
+    GATES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     index = tl.program_id(0)
     head = tl.program_id(1)
@@ -214,9 +258,7 @@ def _scan(
         inverse = tl.load(place + token[:, None] * SIZE + token[None, :])
         change = tl.dot(inverse, wanted)
         upto = token[:, None] >= token[None, :]
-        between = tl.where(
-            upto, tl.exp(tl.where(upto, sums[:, None] - sums[None, :], 0.0)), 0.0
-        )
+        between = tl.where(upto, tl.exp(tl.where(upto, sums[:, None] - sums[None, :], 0.0)), 0.0)
         weights = tl.dot(query, tl.trans(key)) * between
         result = grown * tl.dot(query, state) + tl.dot(weights, change)
         to = out + rows[:, None] * (HEADS * VALUE_DIM) + head * VALUE_DIM
@@ -232,8 +274,16 @@ def _scan(
 
 @triton.jit
 def _finish(
-    sums, projected, norm, out, stride, epsilon, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    GATE: tl.constexpr, BLOCK: tl.constexpr
+    sums,
+    projected,
+    norm,
+    out,
+    stride,
+    epsilon,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -290,9 +340,17 @@ def run(
     sums = _scanned(projected, mixed, cache, states, longest, weights)
     out = torch.empty(tokens, shape.outputs, dtype=projected.dtype, device=device)
     _finish[tokens, shape.value_heads](
-        sums, projected, weights.norm, out, stride, weights.epsilon, HEADS=shape.value_heads,
-        VALUE_DIM=shape.value_dim, GATE=shape.channels,
-        BLOCK=triton.next_power_of_2(shape.value_dim), num_warps=1
+        sums,
+        projected,
+        weights.norm,
+        out,
+        stride,
+        weights.epsilon,
+        HEADS=shape.value_heads,
+        VALUE_DIM=shape.value_dim,
+        GATE=shape.channels,
+        BLOCK=triton.next_power_of_2(shape.value_dim),
+        num_warps=1,
     )
     return out
 
@@ -320,8 +378,17 @@ def _scanned(
     stride = projected.stride(0)
     _invert[sequences, chunks, shape.value_heads](*first, stride, NORM_EPSILON, **numbers)
     _scan[sequences, shape.value_heads, triton.cdiv(shape.value_dim, VALUES)](
-        *first, cache.recurrent, sums, chunks, stride, NORM_EPSILON, shape.key_dim**-0.5,
-        VALUE_DIM=shape.value_dim, VALUES=VALUES, num_stages=1, **numbers
+        *first,
+        cache.recurrent,
+        sums,
+        chunks,
+        stride,
+        NORM_EPSILON,
+        shape.key_dim**-0.5,
+        VALUE_DIM=shape.value_dim,
+        VALUES=VALUES,
+        num_stages=1,
+        **numbers,
     )
     return sums
 

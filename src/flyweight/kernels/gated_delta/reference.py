@@ -37,9 +37,7 @@ def delta_whole(projected: Tensor, weights: DeltaWeights) -> Tensor:
     history = mixed.new_zeros(*mixed.shape[:-2], shape.width - 1, shape.channels)
     mixed = convolve(torch.cat([history, mixed], -2), weights)
     parts = split(mixed, projected, weights)
-    state = mixed.new_zeros(
-        *mixed.shape[:-2], shape.value_heads, shape.key_dim, shape.value_dim
-    )
+    state = mixed.new_zeros(*mixed.shape[:-2], shape.value_heads, shape.key_dim, shape.value_dim)
     out, _ = run_chunks(*parts, state)
     return finish(out, projected, weights)
 

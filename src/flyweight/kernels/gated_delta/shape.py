@@ -50,9 +50,7 @@ class DeltaShape:
 
     @property
     def state(self) -> StateShape:
-        return StateShape(
-            self.value_heads, self.key_dim, self.value_dim, self.channels, self.width
-        )
+        return StateShape(self.value_heads, self.key_dim, self.value_dim, self.channels, self.width)
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,9 +126,7 @@ def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion) -> Choice:
     )
 
 
-def _runnable(
-    kernel: str, weight: Outline, rows: int, device: Gpu, fusion: Fusion
-) -> str | None:
+def _runnable(kernel: str, weight: Outline, rows: int, device: Gpu, fusion: Fusion) -> str | None:
     """The name of what runs if `kernel` is asked for, or None where it takes neither the weight nor
     the device.
     """

@@ -114,7 +114,8 @@ class FusedLinear:
         return plainly(self, x, out, norm=norm, activation=activation, residual=residual)
 
     def negotiate(self, before: FusedLinear, rows: int, activation: str) -> Handover:
-        """How gate/up (`before`), followed by that activation, hands so many rows to this linear.
+        """How gate/up (`before`), followed by that activation, hands so many rows to
+        this linear.
         """
         return Handover()
 

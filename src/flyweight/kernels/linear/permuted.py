@@ -75,9 +75,7 @@ class PermutedLinear(TiledLinear):
         activation: str | None = None,
     ):
         note = "inputs sorted by group: "
-        super().__init__(
-            tensor, dtype=dtype, ops=ops, bias=bias, activation=activation, note=note
-        )
+        super().__init__(tensor, dtype=dtype, ops=ops, bias=bias, activation=activation, note=note)
         self.weight = dataclasses.replace(self.weight, order=order.to(torch.int16))
         self._norms: dict[int, tuple[Norm, Norm]] = {}  # as they come, and in the order
 

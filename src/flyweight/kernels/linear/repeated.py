@@ -80,9 +80,7 @@ class Product:
 NOT_REPEATED = Product(())
 
 
-def product_of(
-    noted: Sequence[jit.Noted], x: Tensor, out: Tensor, weight: TiledWeight
-) -> Product:
+def product_of(noted: Sequence[jit.Noted], x: Tensor, out: Tensor, weight: TiledWeight) -> Product:
     """What was noted of one product, ready to be repeated with other addresses."""
     sources = [x, out, *_tensors(weight)]
     here = workspace.current(x.device)

@@ -240,9 +240,7 @@ def prepare(
         activation=activation,
         scale_fp16=parts.scales is not None and scale_dtype(parts.scales) == torch.float16,
         static=parts.input_scale is not None,
-        symmetric=form.signed_pays
-        and parts.scales is not None
-        and parts.zeros is None,
+        symmetric=form.signed_pays and parts.scales is not None and parts.zeros is None,
     )
 
 

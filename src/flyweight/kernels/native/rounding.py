@@ -18,10 +18,7 @@ class CRounding(ctypes.Structure):
     """`Rounding` of source/rounding.c."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("pieces", "scales", "zeros", "weights", "errors")
-        ),
+        *((name, ctypes.c_void_p) for name in ("pieces", "scales", "zeros", "weights", "errors")),
         ("count", ctypes.c_int64),
         ("groups", ctypes.c_int64),
         ("size", ctypes.c_int32),

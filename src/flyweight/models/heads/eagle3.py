@@ -72,8 +72,9 @@ def load(weights: Weights, target: Decoder, *, bits: int | None = None) -> Draft
             f"it was made for another model"
         )
     old = weights.has("midlayer.hidden_norm.weight")
-    named = HeadWeights(weights, data, _renamer("midlayer." if old else "layers.0."),
-                        cut=PROJECTIONS, bits=bits)
+    named = HeadWeights(
+        weights, data, _renamer("midlayer." if old else "layers.0."), cut=PROJECTIONS, bits=bits
+    )
     block = Block.load(named, config, 0, device=device, dtype=dtype)
     hidden = config.hidden_size
     epsilon = config.epsilon
