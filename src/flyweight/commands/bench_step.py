@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,9 +118,9 @@ def measure(
     )
     facts["kv_dtype"] = llm.kv_dtype if llm else None
     for work in works:
-        found, fault = (
-            attempt(lambda work=work: measure_steps(llm, work)) if llm else (None, broken)
-        )  # type: ignore[misc]
+        found, fault = None, broken
+        if llm:
+            found, fault = attempt(functools.partial(measure_steps, llm, work))
         rows += [
             make_row("profile", environment, **rounded(facts | shape(work) | one))
             for one in found or [fault or {}]
