@@ -50,7 +50,13 @@ class Cutter(io.RawIOBase):
     def finish(self) -> None:
         if self.current is not None:
             self.current.close()
-            self.facts.append({"name": Path(self.current.name).name, "bytes": self.filled, "sha256": self.digest.hexdigest()})
+            self.facts.append(
+                {
+                    "name": Path(self.current.name).name,
+                    "bytes": self.filled,
+                    "sha256": self.digest.hexdigest(),
+                }
+            )
             self.current = None
 
 
@@ -96,18 +102,26 @@ def join(folder: Path, target: Path) -> None:
         with path.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != fact["sha256"]:
                 sys.exit(f"{path} is damaged: carry it again")
-    with tarfile.open(fileobj=io.BufferedReader(Joined([folder / fact["name"] for fact in facts])), mode="r|") as archive:
+    with tarfile.open(
+        fileobj=io.BufferedReader(Joined([folder / fact["name"] for fact in facts])), mode="r|"
+    ) as archive:
         # Python 3.11.3 and before have none
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(target)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("cut", "join"))
     parser.add_argument("pieces", type=Path, help="the folder of the pieces")
-    parser.add_argument("paths", type=Path, nargs="+", help="cut: files and folders; join: the "
-                                                            "folder to unpack into")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        help="cut: files and folders; join: the folder to unpack into",
+    )
     parser.add_argument("--megabytes", type=float, default=55)
     options = parser.parse_args()
     if options.action == "join":
