@@ -44,8 +44,8 @@ def test_shapes_that_need_one_item_are_compiled_as_before():
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    (dict(heads=32, kv_heads=2), "16 query heads"),
-    (dict(heads=24, kv_heads=2), "12 query heads"),
+    (dict(heads=18, kv_heads=2), "9 query heads"),
+    (dict(heads=22, kv_heads=2), "11 query heads"),
     (dict(head_dim=80), "head_dim 80"),
     (dict(head_dim=96), "head_dim 96"),
 ], ids=str)
@@ -55,6 +55,13 @@ def test_attention_takes_them_and_the_kernel_that_joins_it_with_qkv_says_why_not
     weight = Plain.random((shape.width, 256))
     linear = TiledLinear(weight, dtype=torch.bfloat16, ops=reference)
     assert qkv.unsupported_reason(linear, shape, 1, GPUS["sm_90a"]).startswith(words)
+
+
+@pytest.mark.parametrize("heads", [24, 32])
+def test_equal_parts_of_many_query_heads_are_joined_with_qkv(heads):
+    shape = replace(SHAPE, heads=heads, kv_heads=2)
+    linear = TiledLinear(Plain.random((shape.width, 256)), dtype=torch.bfloat16, ops=reference)
+    assert qkv.unsupported_reason(linear, shape, 1, GPUS["sm_90a"]) is None
 
 
 def test_a_head_dim_without_a_kernel_is_named():

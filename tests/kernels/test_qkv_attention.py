@@ -37,6 +37,6 @@ def test_the_reason_is_given_where_one_kernel_does_not_do():
     assert reason(linear, SHAPE) is None
     assert "torch.linear" in reason(TorchLinear(torch.relu, ops=reference), SHAPE)
     for change, words in ((dict(heads=16), "6144 outputs, its heads 4096"), (dict(head_dim=96), "head_dim 96"),
-                           (dict(heads=128), "16 query heads"), (dict(rotary=4), "rope turns 4")):
+                           (dict(heads=72), "9 query heads"), (dict(rotary=4), "rope turns 4")):
         shape = HeadShape(**{**vars(SHAPE), **change})
         assert words in reason(linear, shape)
