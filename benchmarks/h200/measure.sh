@@ -90,13 +90,17 @@ piece() {
     004) for size in "${sizes[@]}"; do speed 004-$size 200 $q2${size:+-}$size "${lengths[@]}"; done ;;
     004-transformers) for size in "${sizes[@]}"; do speed 004-transformers-$size 100 $q2${size:+-}$size --backend transformers \
       "${fewer[@]}"; done ;;
+    004-vllm) for size in "${sizes[@]}"; do speed 004-vllm-$size 300 $q2${size:+-}$size --backend vllm "${lengths[@]}" \
+      --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
     004-long) speed 004-long 250 $q2-7b-yarn --model-name qwen2-7b --input 63488 --input 129024 ;;
     57b) flyweight 57b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$moe:int4-sym BF16=$moe:bf16 --repeats 1 "${fewer[@]}" ;;
-    72b) flyweight 72b 260 004-qwen2.jsonl bench speed GPTQ-Int4=$q72:int4-sym GPTQ-Int8=$q72:w8a16 --repeats 1 \
-      "${fewer[@]}" ;;
+    72b) flyweight 72b 390 004-qwen2.jsonl bench speed GPTQ-Int4=$q72:int4-sym GPTQ-Int8=$q72:w8a16 AWQ=$q72:int4 \
+      --repeats 1 "${fewer[@]}" ;;
     72b-long) # the weights and kernels of 72b under the same name: one check is of both
       flyweight 72b-long 500 004-qwen2.jsonl bench speed GPTQ-Int4=$q72-yarn:int4-sym GPTQ-Int8=$q72-yarn:w8a16 \
       --model-name qwen2-72b --repeats 1 --input 63488 --input 129024 --output 128 ;;
+    document-003) for name in 003 003-transformers 003-vllm profile; do piece $name; done ;;
+    document-004) for name in 004 004-long 004-transformers 004-vllm 57b 72b 72b-long throughput; do piece $name; done ;;
     throughput) for model in $moe $q32; do flyweight throughput-${model#*:} 200 004-qwen2.jsonl bench throughput BF16=$model:bf16 \
       "${prompts[@]}" --repeats 1; done ;;
     chain)

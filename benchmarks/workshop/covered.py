@@ -195,12 +195,16 @@ EXPECTED = (
         )
         for model in ("qwen2-0.5b", "qwen2-1.5b", "qwen2-7b")
     ),
+    *(
+        sweep(f"004-vllm ({model})", "the same on vLLM", 16, "speed", model, "vllm (*")
+        for model in ("qwen2-0.5b", "qwen2-1.5b", "qwen2-7b")
+    ),
     sweep("004-long", "63,488 and 129,024 tokens", 8, "speed", "qwen2-7b", input=(63488, 129024)),
     sweep("57b", "BF16 and Int4 × 4 input lengths", 8, "speed", "qwen2-57b-a14b"),
     sweep(
         "72b",
-        "Int8 and Int4 × 4 input lengths",
-        8,
+        "AWQ, Int8 and Int4 × 4 input lengths",
+        12,
         "speed",
         "qwen2-72b",
         input=(1, 6144, 14336, 30720),
