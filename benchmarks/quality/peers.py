@@ -91,6 +91,22 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
 SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
 # of a peer's scheme: ours has one of that name without the ending
 VARIANTS = ("-mse", "-imatrix", "-group")
+# Below 4 bits: ours, recipes/*.toml among them → all that they are held against
+FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
+    ("vptq-3bit", "vptq-3bit-learned", "int3-best", "int3-best-codes"): [
+        ("flyweight", "vptq-3bit"),
+        ("flyweight", "gptq-int3"),
+        ("flyweight", "awq-int3"),
+        ("auto-round", "autoround-int3-asym"),
+        ("llm-compressor", "gptq-int3"),
+        ("llm-compressor", "gptq-int3-imatrix"),
+        ("llm-compressor", "awq-int3"),
+    ],
+    ("vptq-2bit", "vptq-2bit-learned", "int2-best", "int2-best-codes"): [
+        ("flyweight", "vptq-2bit"),
+        ("auto-round", "autoround-int2-asym"),
+    ],
+}
 # Ours → the peers' that it is held against, at the same group size and symmetry and no more stored
 # bits.
 RIVALS: dict[str, list[tuple[str, str]]] = {
@@ -117,13 +133,11 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
         ("llm-compressor", "gptq-int4-imatrix"),
         ("llm-compressor", "rtn-int4"),
     ],
-    "vptq-3bit": [
-        ("flyweight", "gptq-int3"),
-        ("flyweight", "awq-int3"),
-        ("llm-compressor", "gptq-int3"),
-        ("llm-compressor", "gptq-int3-imatrix"),
-        ("llm-compressor", "awq-int3"),
-    ],
+    **{
+        ours: [rival for rival in rivals if rival != ("flyweight", ours)]
+        for named, rivals in FEWER.items()
+        for ours in named
+    },
 }
 
 

@@ -116,21 +116,14 @@ def quality_lines(results: Results) -> list[str]:
     return lines
 
 
-def rival_lines(results: Results, *, measured: bool = False) -> list[str]:
-    """Every comparison that is asked for; "not measured" where a side of it is missing, or none of
-    those.
-    """
+def rival_lines(results: Results) -> list[str]:
+    """Every comparison that is asked for of which both sides are here."""
     lines = ["| ours | against | ours is |", "|---|---|---|"]
     for scheme, others in peers.RIVALS.items():
-        ours = results.get(("flyweight", scheme))
         for other in others:
-            both = ours and other in results
-            if both or not measured:
-                said = verdict(ours, results[other]) if both else "not measured"
-                lines.append(
-                    f"| {scheme} | {' '.join(other)} | "
-                    f"{f'**{said}**' if said.startswith('worse') else said} |"
-                )
+            if ("flyweight", scheme) in results and other in results:
+                said = compared(results, scheme, other)
+                lines.append(f"| {scheme} | {' '.join(other)} | {said} |")
     return lines
 
 
@@ -181,7 +174,7 @@ def document(path: Path) -> str:
             parts.append(f"### {model}, {text}")
         parts += [
             "\n".join(quality_lines(results)),
-            "\n".join(rival_lines(results, measured=len(settings) > 1)),
+            "\n".join(rival_lines(results)),
         ]
     if missing := unfinished(rows):
         parts.append("Did not finish:\n\n" + "\n".join(f"- {line}" for line in missing))

@@ -22,6 +22,7 @@ from tiny_model import make_tiny_model  # noqa: E402
 
 from flyweight.checkpoint.reader import Checkpoint  # noqa: E402
 from flyweight.models.decoder import Decoder  # noqa: E402
+from flyweight.quant import recipe  # noqa: E402
 
 
 def test_off_grid_weights_differ_and_their_function_does_not(tmp_path):
@@ -108,6 +109,14 @@ def test_every_rival_is_a_scheme_that_someone_makes():
     assert ("llm-compressor", "rtn-int8-group") in peers.RIVALS["rtn-int8"] and "rtn-int4-mse" not in peers.RIVALS
 
 
+def test_recipes_that_wait_to_be_measured_are_held_against_the_same_bits():
+    found = {path.stem: recipe.load(path) for path in sorted(Path(run.__file__).parent.glob("recipes/*.toml"))}
+    assert len(found) == 6 and all(name in peers.RIVALS and ("flyweight", name) not in peers.RIVALS[name] for name in found)
+    for name, one in found.items():
+        assert str(one.layer.bits) in name and one.learn_steps and one.tune_steps
+        assert all(str(one.layer.bits) in rival for _, rival in peers.RIVALS[name])
+
+
 def test_the_last_good_row_of_a_seed_counts(tmp_path):
     rows = [dict(row([1.0]), bench="quality", status=status, tool="flyweight", scheme="s", seed=0, perplexity=value)
             for status, value in (("ok", 1.0), ("ok", 2.0), ("failed", 3.0))]
@@ -128,7 +137,7 @@ def test_the_document_shows_what_lost_and_what_did_not_finish(tmp_path):
     assert table.made_on(tmp_path / "rows.jsonl") == "Measured on a GPU, commit abc."
     text = table.document(tmp_path / "rows.jsonl")
     assert "| rtn-int4 | llm-compressor rtn-int4 | **worse +" in text
-    assert "| gptq-int4 | llm-compressor gptq-int4 | not measured |" in text
+    assert "| gptq-int4 |" not in text  # of which there are no rows
     assert "- flyweight/int4-best/0: stopped: out of time" in text and "once" not in text
 
 
