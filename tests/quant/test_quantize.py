@@ -25,7 +25,7 @@ from flyweight.models.rope import rope_tables
 from flyweight.quant import calibrate, store
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Layer, Recipe, named
-from flyweight.quant.work import WorkBlock
+from flyweight.quant.work import WorkBlock, root_mean_square
 
 LEARNED = 'base = "int4-best"\nlearn_steps = 4\nlearn_batch = 2\nsweeps = 1\ntune_steps = 2\ntune_batch = 2\n'
 
@@ -153,6 +153,38 @@ def test_folding_scales_leaves_the_float_function_unchanged(changes, dtype, tmp_
                                atol=2e-2 if rounded else 1e-4)
     again = WorkBlock.load(source, config, 1, device=torch.device("cpu"), dtype=torch.float32)
     assert not torch.equal(again.weights["mlp.up_proj"], work.weights["mlp.up_proj"]), "the source itself was changed"
+
+
+def test_a_token_that_grows_a_hundredfold_in_a_block_counts_like_the_others_where_errors_are_relative(model):
+    source = Checkpoint(model)
+    config = ModelConfig.from_dict(source.config)
+    work = WorkBlock.load(source, config, 1, device=torch.device("cpu"), dtype=torch.float32)
+    context = Whole(20, rope_tables(config, torch.device("cpu")), reference)
+    x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0))
+    # what the first token has and no other: a channel that the MLP makes loud
+    x[:, 0, 5] = 30.0
+    work.weights["mlp.up_proj"][:, 5] += 10.0
+    work.weights["mlp.gate_proj"][:, 5] += 10.0
+    down = [group for group in work.groups if group.linears == ("mlp.down_proj",)]
+    seen = []
+    plain = work.statistics([x], context, down, see=lambda _, inputs: seen.append(inputs))[down[0].name]
+    loud = seen[0].square().sum(-1)
+    assert loud[:, 0].sum() > 0.9 * loud.sum()
+    relative = work.statistics([x], context, down, relative=True)[down[0].name]
+    sizes = root_mean_square(work.build().forward(x, context))
+    torch.testing.assert_close(plain.importance, seen[0].flatten(0, 1).square().mean(0))
+    shares = seen[0] / sizes
+    torch.testing.assert_close(relative.importance, shares.flatten(0, 1).square().mean(0))
+    assert shares.square().sum(-1)[:, 0].sum() < 0.5 * shares.square().sum()
+
+
+def test_relative_errors_choose_other_scales_and_the_model_stays_close(model, text, tmp_path):
+    errors = []
+    for relative in (False, True):
+        recipe = Recipe.from_dict(named()["awq-int4"].to_dict() | {"relative": relative}, "awq-int4")
+        made = make(model, text, tmp_path / str(relative), recipe=recipe)
+        errors.append(made.mean_error)
+    assert errors[0] != errors[1] and errors[1] < 1.5 * errors[0]
 
 
 def test_everything_needed_to_repeat_the_run_is_written_down(model, text, tmp_path):

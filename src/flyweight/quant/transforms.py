@@ -19,7 +19,7 @@ from flyweight.quant.cache import ActivationCache
 from flyweight.quant.inputs import GroupInputs
 from flyweight.quant.recipe import Layer, Recipe
 from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales
-from flyweight.quant.work import WorkBlock
+from flyweight.quant.work import WorkBlock, root_mean_square
 
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
 SMOOTHED_TOKENS = 16384  # tokens of all samples that smoothing looks at: a few loud ones decide
@@ -40,12 +40,18 @@ class Transforms:
         self.recipe = recipe
         self.context = context
         self.stored = stored
+        self.hidden = hidden
         tokens = len(hidden.samples) * hidden[0].shape[1]
         every = max(1, tokens // SMOOTHED_TOKENS) if recipe.smooth == "search" else 0
         self.inputs = GroupInputs(JUDGED_TOKENS, every=every)
         self.groups = work.plan.foldable_groups
         self.statistics = work.statistics(
-            hidden, context, self.groups, see=self.inputs.keep, products=self.asks_for_products
+            hidden,
+            context,
+            self.groups,
+            see=self.inputs.keep,
+            relative=recipe.relative,
+            products=self.asks_for_products,
         )
 
     @property
@@ -132,10 +138,22 @@ class Transforms:
             return None
         inputs = self.inputs.batches(group)
         wanted = [run(x) for x in inputs]
+        sizes = [self.sizes(i, y) for i, y in enumerate(wanted)]
 
         def judge(weights: Sequence[Tensor]) -> float:
             self.work.swap(block, group, weights)
-            differences = (run(x) - y for x, y in zip(inputs, wanted, strict=True))
-            return sum(float(d.float().square().sum(dtype=torch.float64)) for d in differences)
+            total = 0.0
+            for x, y, size in zip(inputs, wanted, sizes, strict=True):
+                total += float(((run(x) - y).float() / size).square().sum(dtype=torch.float64))
+            return total
 
         return judge
+
+    def sizes(self, batch: int, output: Tensor) -> Tensor | float:
+        """What errors of `output` are divided by: where they are relative, the size of the hidden
+        state that it is added to, or its own where that is larger.
+        """
+        if not self.recipe.relative:
+            return 1.0
+        before = root_mean_square(self.hidden[batch][: len(output)])
+        return torch.maximum(before, root_mean_square(output))

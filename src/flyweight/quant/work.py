@@ -216,9 +216,10 @@ class WorkBlock:
         """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last
         group asked for.
 
-        `relative` divides what adds to the hidden state by that state's size: a few tokens have one
-        a hundred times as large as the others, which the next norm takes out again. Without
-        `products` of columns with each other, which are most of the work, where nobody asks.
+        `relative` divides what adds to the hidden state by that state's size behind the block: a
+        few tokens have one a hundred times as large as the others, which the next norm takes out
+        again, and become so in a single MLP. Without `products` of columns with each other, which
+        are most of the work, where nobody asks.
         """
         wanted = {group.name: group for group in groups}
         last = [group for group in self.groups if group.name in wanted][-1]
@@ -231,10 +232,10 @@ class WorkBlock:
 
         def watch(group: Group, x: Tensor) -> None:
             if group.name in wanted:
-                plain = (
-                    group.source.endswith("norm") or x.ndim < 3
-                )  # an expert sees only some of the tokens
-                found[group.name].add(x if sizes is None or plain else (x / sizes).to(x.dtype))
+                # an expert sees only some of the tokens
+                if sizes is not None and not group.source.endswith("norm") and x.ndim == 3:
+                    x = (x / sizes).to(x.dtype)
+                found[group.name].add(x)
                 if see is not None:
                     see(group, x)
             if (
@@ -243,10 +244,11 @@ class WorkBlock:
                 raise Enough
 
         block = self.build()
+        whole = self.build() if relative else None  # to its end, and nobody watches
         sizes: Tensor | None = None
         block.watch(watch)
         for number, batch in enumerate(batches):
-            sizes = root_mean_square(batch) if relative else None
+            sizes = root_mean_square(whole.forward(batch, context)) if whole is not None else None
             try:
                 self.run(block, number, batch, context)
             except Enough:
