@@ -32,25 +32,32 @@ BANDWIDTH = (
 )
 
 
-def compared(name: str, field: str, form: str, *ratio: str, optional: bool = False) -> list[Column]:
-    """Our figure, vLLM's, and where a title and a field are given the `ratio` of both."""
+def compared(
+    name: str,
+    field: str,
+    form: str,
+    ratio: tuple[str, str] | None = None,
+    *,
+    optional: bool = False,
+) -> list[Column]:
+    """Our figure, vLLM's, and the `ratio` (title, field) of both where there is one."""
     peer = Column("vLLM", f"peer_{field}", form, optional=True)
-    ratios = [Column(*ratio, ".2f", optional=True)] if ratio else []
+    ratios = [Column(ratio[0], ratio[1], ".2f", optional=True)] if ratio else []
     return [Column(name, field, form, optional=optional), peer, *ratios]
 
 
 LIMITS = (
     Column("Workload", "work"),
     Column("Variant", "label"),
-    *compared("Decode (tok/s)", "decode_tok_s", ".1f", "× vLLM", "decode_ratio"),
+    *compared("Decode (tok/s)", "decode_tok_s", ".1f", ("× vLLM", "decode_ratio")),
     *BANDWIDTH,
-    *compared("TTFT, last (ms)", "ttft_ms_last", ".1f", "÷ vLLM", "ttft_ratio"),
-    *compared("Overall (tok/s)", "overall_tok_s", ".0f", "× vLLM", "overall_ratio"),
+    *compared("TTFT, last (ms)", "ttft_ms_last", ".1f", ("÷ vLLM", "ttft_ratio")),
+    *compared("Overall (tok/s)", "overall_tok_s", ".0f", ("× vLLM", "overall_ratio")),
 )
 LENGTHS = (
     Column("Input", "input"),
     Column("Variant", "label"),
-    *compared("Prefill included (tok/s)", "output_tok_s", ".1f", "× vLLM", "output_ratio"),
+    *compared("Prefill included (tok/s)", "output_tok_s", ".1f", ("× vLLM", "output_ratio")),
     Column("Decode only (tok/s)", "decode_tok_s", ".1f", optional=True),
     *BANDWIDTH,
     *compared("TTFT (ms)", "ttft_ms_last", ".1f", optional=True),
