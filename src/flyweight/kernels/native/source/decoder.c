@@ -223,7 +223,6 @@ size_t decoder_workspace(const Team *team, const Decoder *d, int tokens) {
     return place_run(&run, d, tokens, team->threads, NULL);
 }
 
-// memory: `decoder_workspace` bytes, aligned to 64.
 void decoder_step(Team *team, const Decoder *decoder, const Step *step, void *memory) {
     Run run = {.decoder = decoder, .step = step, .rows = step->tokens_count};
     place_run(&run, decoder, step->tokens_count, team->threads, memory);
