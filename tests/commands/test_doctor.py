@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,13 @@ def test_a_healthy_machine_passes_every_check(small):
     assert found["speed"]["int4"] == {"gb_s": 7.5, "share": 0.75}
     assert set(found["numerics"]) == {"bf16", "w4a16", "w8a8"}
     assert json.loads(json.dumps(found)) == found, "what a bug report can hold"
+
+
+def test_the_state_of_the_kernels_in_c_names_their_instructions(monkeypatch):
+    library = SimpleNamespace(instructions=lambda: b"sve 256 bits, neon i8mm")
+    monkeypatch.setattr("flyweight.kernels.native.library.why_not", lambda: None)
+    monkeypatch.setattr("flyweight.kernels.native.library.load", lambda: library)
+    assert examination.native_state() == "works (sve 256 bits, neon i8mm)"
 
 
 def test_a_kernel_that_computes_something_else_fails_its_check(small, monkeypatch):

@@ -1,5 +1,7 @@
 """The engine with the CPU's own kernels: the same requests, the same scheduler, another executor."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -68,3 +70,33 @@ def test_hidden_states_are_those_of_the_torch_decoder():
                   for native in (True, False))
     found, expected = (Embedder(llm).embed(PROMPTS, "mean") for llm in (own, other))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("asked", [
+    dict(temperature=0),
+    dict(temperature=0.9, top_p=0.9, seed=3),
+    dict(temperature=0, repetition_penalty=1.4, logprobs=2),
+], ids=["greedy", "drawn", "penalties"])
+def test_steps_of_the_table_choose_what_packed_steps_choose(asked):
+    """Blocks for half of the requests: some start over, rows move, and others come in beside them."""
+    params = SamplingParams(max_tokens=14, ignore_eos=True, **asked)
+
+    def answers(llm):
+        return [(one.token_ids, one.completions[0].logprobs) for one in llm.generate([*PROMPTS, [2, 3]], params)]
+
+    options = dict(device="cpu", max_model_len=64, blocks=12, block_size=4, max_num_seqs=3)
+    llm, packed = (LLM("preset:tiny:int4", **options) for _ in range(2))
+    steps = mock.Mock(wraps=llm.engine.runner.steps, largest=llm.engine.runner.steps.largest)
+    llm.engine.runner.steps = steps
+    packed.engine.runner.steps = None
+    assert answers(llm) == answers(packed)
+    assert {call.args[0] for call in steps.advance.call_args_list} >= {1, 2}, "rows alone and together"
+
+
+@needs_compiler
+@pytest.mark.parametrize("norm, chosen", [(float("nan"), 0), (0.0, 0)], ids=["NaN", "ties"])
+def test_the_likeliest_token_is_the_first_of_equals_as_numpy_has_it(norm, chosen):
+    llm = LLM("preset:tiny:int4", device="cpu", max_model_len=64)
+    llm.decoder.parts.final_norm.fill_(norm)
+    assert llm.generate([[5, 6, 7]], GREEDY)[0].token_ids == [chosen] * 10

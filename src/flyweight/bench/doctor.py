@@ -103,10 +103,10 @@ def _version_of(name: str) -> dict[str, str]:
 
 
 def native_state() -> str:
-    """Of the kernels in C for the CPU (`--native`)."""
+    """Of the kernels in C for the CPU (`--native`), with the instructions that they use."""
     from flyweight.kernels.native import library
 
-    return library.why_not() or "works"
+    return library.why_not() or f"works ({library.load().instructions().decode()})"
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def make(name: str, shape: tuple[int, int], device: torch.device, dtype: torch.d
 def numerics(device: torch.device) -> dict[str, Any]:
     """Format → the largest relative error over ragged products of several sizes."""
     found = {name: numerics_of(name, device, dispatched) for name in FORMATS}
-    if device.type == "cpu" and native_state() == "works":
+    if device.type == "cpu" and native_state().startswith("works"):
         found |= {f"{name}, native": numerics_of(name, device, native) for name in FORMATS}
     return found
 

@@ -207,7 +207,9 @@ class Runner:
 
     @functools.cached_property
     def steps(self) -> DecodeSteps | None:
-        """Captured decode steps, or None, with the reason said once."""
+        """Captured decode steps, or the model's own; or None, with the reason said once."""
+        if (own := getattr(self.model, "decode_steps", None)) is not None:
+            return own(self.caches, self.rows)
         if self.device.type != "cuda" or not isinstance(self.model, Decoder):
             return None
         from flyweight.engine.graphs import DecodeGraphs, unsupported_reason

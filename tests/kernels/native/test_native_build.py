@@ -1,5 +1,6 @@
 """Sources → library: which compiler, which instructions, and what becomes of the result. check.c
-runs the kernels where Python does not: without vectors, and for x86 under an emulator.
+runs the kernels where Python does not: without vectors, and for other processors under an
+emulator.
 """
 
 import importlib.util
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -87,11 +89,32 @@ def test_products_are_right_on_x86_with_avx2(tmp_path: Path):
     platform.machine() != "aarch64" or not shutil.which("gcc") or not shutil.which("qemu-aarch64"),
     reason="needs an ARM processor, gcc and qemu-user",
 )
-def test_products_are_right_on_arm_with_i8mm(tmp_path: Path):
-    flags = processor_flags("aarch64", frozenset({"asimddp", "asimdhp", "i8mm"}))
+@pytest.mark.parametrize(
+    "more, processor, name",
+    [
+        (set(), "max", "neon i8mm\n"),
+        ({"sve", compiler.WIDE_SVE}, "max,sve-max-vq=2", "sve 256 bits, neon i8mm\n"),
+    ],
+    ids=["i8mm", "SVE of 256 bits"],
+)
+def test_products_are_right_on_newer_arm_processors(tmp_path: Path, more, processor, name):
+    flags = processor_flags("aarch64", frozenset({"asimddp", "asimdhp", "i8mm"} | more))
     program = compile_check(tmp_path, ["gcc"], flags)
-    answer = subprocess.run(["qemu-aarch64", "-cpu", "max", program], capture_output=True, text=True)
-    assert (answer.returncode, answer.stdout) == (0, "neon i8mm\n")
+    emulator = ["qemu-aarch64", "-cpu", processor]
+    answer = subprocess.run([*emulator, program], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (0, name)
+
+
+@pytest.mark.parametrize(
+    "features, length, expected",
+    [({"asimd"}, 32, 0), ({"sve"}, 32, 256), ({"sve"}, 16, 128), ({"sve"}, -1, 0)],
+)
+def test_sve_counts_by_the_length_of_its_vectors(monkeypatch, features, length, expected):
+    """The kernel's answer has flags above the length, and is negative where it knows no SVE."""
+    answer = length if length < 0 else length | 1 << 17
+    prctl = mock.Mock(return_value=answer)
+    monkeypatch.setattr(compiler.ctypes, "CDLL", lambda name: mock.Mock(prctl=prctl))
+    assert compiler.sve_bits(features) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,6 +127,16 @@ def test_products_are_right_on_arm_with_i8mm(tmp_path: Path):
         ),
         ("aarch64", {"asimd", "asimddp", "asimdhp", "fp"}, ["-march=armv8.2-a+dotprod+fp16"]),
         ("aarch64", {"asimd", "fp"}, []),
+        (
+            "aarch64",
+            {"asimddp", "asimdhp", "i8mm", "sve"},
+            ["-march=armv8.2-a+dotprod+fp16+i8mm"],
+        ),
+        (
+            "aarch64",
+            {"asimddp", "asimdhp", "i8mm", "sve", compiler.WIDE_SVE},
+            ["-march=armv8.2-a+dotprod+fp16+i8mm+sve", "-msve-vector-bits=256"],
+        ),
         ("x86_64", {"avx2", "fma", "f16c"}, ["-mavx2", "-mfma", "-mf16c"]),
         ("x86_64", {"avx2", "fma", "f16c", "avx_vnni"}, ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"]),
         ("x86_64", {"avx2"}, []),
@@ -174,5 +207,5 @@ def test_the_second_process_finds_the_library_of_the_first(monkeypatch):
 )
 def test_the_kernels_use_the_vectors_of_this_processor():
     features = compiler.cpu_features()
-    expected = "plain C" if not processor_flags(platform.machine(), features) else ("neon", "avx")
+    expected = "plain C" if not processor_flags(platform.machine(), features) else ("neon", "sve", "avx")
     assert library.load().instructions().decode().startswith(expected)

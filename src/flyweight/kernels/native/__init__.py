@@ -8,6 +8,7 @@ step.
     rounding.py    weights → codes, for the solvers of quant/
     (models/native.py makes a checkpoint what the executor runs)
     executor.py    whole steps of a decoder: NativeDecoder
+    rows.py        decode steps of the running sequences, without a batch to be packed
     source/        the C: vectors*.h (processors), team (threads), input (x), product* (kernels),
-                   attention, decoder
+                   attention, decoder, rows
 """

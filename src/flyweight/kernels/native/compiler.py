@@ -7,6 +7,7 @@ code for another processor can be made and run under an emulator.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -15,13 +16,24 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+PR_SVE_GET_VL = 51  # linux/prctl.h: bytes of a vector, and flags above them
+
 COMMON = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+
+# Not Linux's word: SVE whose vectors have 256 bits. Of 128 they are as wide as NEON's, which needs
+# no second set of kernels.
+WIDE_SVE = "sve 256"
 
 # What each processor is told, by the features that it must have.
 ARM = (
+    (
+        {"asimddp", "asimdhp", "i8mm", "sve", WIDE_SVE},
+        "-march=armv8.2-a+dotprod+fp16+i8mm+sve -msve-vector-bits=256",
+    ),
     ({"asimddp", "asimdhp", "i8mm"}, "-march=armv8.2-a+dotprod+fp16+i8mm"),
     ({"asimddp", "asimdhp"}, "-march=armv8.2-a+dotprod+fp16"),
 )
@@ -36,6 +48,7 @@ X86 = (
 ZIG = {
     "-march=armv8.2-a+dotprod+fp16": "-mcpu=generic+v8_2a+dotprod+fullfp16",
     "-march=armv8.2-a+dotprod+fp16+i8mm": "-mcpu=generic+v8_2a+dotprod+fullfp16+i8mm",
+    "-march=armv8.2-a+dotprod+fp16+i8mm+sve": "-mcpu=generic+v8_2a+dotprod+fullfp16+i8mm+sve",
 }
 
 
@@ -83,8 +96,17 @@ def cpu_features() -> frozenset[str]:
     for line in lines:
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
+            found = set(value.split())
+            return frozenset(found | {WIDE_SVE} if sve_bits(found) == 256 else found)
     return frozenset()
+
+
+def sve_bits(features: Collection[str]) -> int:
+    """How long this thread's SVE vectors are; 0 without SVE."""
+    if "sve" not in features:
+        return 0
+    answer = ctypes.CDLL(None).prctl(PR_SVE_GET_VL, 0, 0, 0, 0)
+    return 0 if answer < 0 else 8 * (answer & 0xFFFF)
 
 
 def processor_flags(machine: str, features: frozenset[str], *, zig: bool = False) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels.native import library
+from flyweight.kernels.native.rows import NativeSteps, Table
 from flyweight.kernels.native.weight import Weight
 
 STORAGE = {
@@ -214,6 +215,10 @@ class NativeDecoder:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     @property
+    def vocabulary(self) -> int:
+        return self.parts.vocabulary
+
+    @property
     def step_nbytes(self) -> int:
         """Of the weights that a decode step of one sequence reads: all but the rows of a table."""
         table = self.parts.table
@@ -224,6 +229,10 @@ class NativeDecoder:
         if len(batch.tokens):
             self._step(batch, caches, batch.output_rows, logits=logits.data_ptr())
         return logits
+
+    def decode_steps(self, caches: Sequence[KVStorage], table: Table) -> NativeSteps:
+        """Steps of the sequences of a table, which the engine keeps up to date."""
+        return NativeSteps(self, caches, table)
 
     def hidden(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
         """Float32 [tokens, hidden]: what the last layer gives for every token, before the norm."""
@@ -236,12 +245,11 @@ class NativeDecoder:
     def _step(
         self, batch: Batch, caches: Sequence[KVStorage], output_rows: Tensor, **results: int
     ) -> None:
-        if self.pages is None or self.pages.caches is not caches:
-            self.pages = self._open(caches)
         starts = (ctypes.c_int64 * len(batch.query_starts))(*batch.query_starts)
         lengths = (ctypes.c_int64 * len(batch.kv_lengths))(*batch.kv_lengths)
         tables = batch.block_tables.contiguous()
-        step = CStep(
+        step = self.open_step(
+            caches,
             tokens_count=len(batch.tokens),
             sequences=len(batch.kv_lengths),
             outputs=len(output_rows),
@@ -253,10 +261,6 @@ class NativeDecoder:
             query_starts=ctypes.addressof(starts),
             kv_lengths=ctypes.addressof(lengths),
             output_rows=output_rows.data_ptr(),
-            keys=ctypes.addressof(self.pages.keys),
-            values=ctypes.addressof(self.pages.values),
-            scales=ctypes.addressof(self.pages.scales),
-            fixed_scales=ctypes.addressof(self.pages.fixed_scales),
             **results,
         )
         team = library.team()
@@ -264,7 +268,19 @@ class NativeDecoder:
             team,
             ctypes.byref(self.decoder),
             ctypes.byref(step),
-            self._workspace(team, len(batch.tokens)),
+            self.workspace(team, len(batch.tokens)),
+        )
+
+    def open_step(self, caches: Sequence[KVStorage], **fields: int) -> CStep:
+        """A step over this cache."""
+        if self.pages is None or self.pages.caches is not caches:
+            self.pages = self._open(caches)
+        return CStep(
+            keys=ctypes.addressof(self.pages.keys),
+            values=ctypes.addressof(self.pages.values),
+            scales=ctypes.addressof(self.pages.scales),
+            fixed_scales=ctypes.addressof(self.pages.fixed_scales),
+            **fields,
         )
 
     def _open(self, caches: Sequence[KVStorage]) -> Pages:
@@ -277,7 +293,7 @@ class NativeDecoder:
         self.decoder.block_size = first.shape[1]
         return Pages(caches)
 
-    def _workspace(self, team: int, tokens: int) -> int:
+    def workspace(self, team: int, tokens: int) -> int:
         """The address of memory for a step of so many tokens; it grows with the longest."""
         size = self.kernels.decoder_workspace(team, ctypes.byref(self.decoder), tokens) + 64
         if self.memory.numel() < size:

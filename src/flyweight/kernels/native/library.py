@@ -111,6 +111,11 @@ def load() -> ctypes.CDLL:
         "rounding_walk": (None, [pointer, pointer]),
         "decoder_workspace": (ctypes.c_size_t, [pointer, pointer, ctypes.c_int]),
         "decoder_step": (None, [pointer, pointer, pointer, pointer]),
+        "rows_room": (ctypes.c_size_t, [ctypes.c_int]),
+        "decoder_advance": (
+            None,
+            [pointer, pointer, pointer, pointer, ctypes.c_int, ctypes.c_int, pointer],
+        ),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -87,7 +87,7 @@ static void add_to_hidden(const Walk *walk, const Matrix *w, const float *x, con
     int size = run->decoder->hidden;
     Product product = {w, {0}, {norm ? run->other : run->hidden, size, norm ? REPLACE : ADD}};
     prepare(walk, &product, 1, x, NULL);
-    project(walk->team, &product, 1);
+    project(walk->team, walk->thread, &product, 1);
     team_barrier(walk->team);
     if (!norm) return;
     for (int row; (row = team_claim(walk->team, 1)) < run->rows;) {
@@ -109,7 +109,7 @@ static void project_qkv(const Walk *walk, const Layer *layer) {
         at += layer->qkv.parts[i]->outputs;
     }
     prepare(walk, products, layer->qkv.count, walk->run.hidden, layer->input_norm);
-    project(walk->team, products, layer->qkv.count);
+    project(walk->team, walk->thread, products, layer->qkv.count);
     team_barrier(walk->team);
 }
 
@@ -118,7 +118,7 @@ static void run_mlp(const Walk *walk, const Layer *layer) {
     Product products[2] = {{layer->gate, {0}, {walk->run.gated, d->intermediate, REPLACE}},
                            {layer->up, {0}, {walk->run.gated, d->intermediate, d->gated}}};
     prepare(walk, products, 2, walk->run.hidden, layer->post_norm);
-    project_gated(walk->team, products);
+    project_gated(walk->team, walk->thread, products);
     team_barrier(walk->team);
     add_to_hidden(walk, layer->down, walk->run.gated, layer->mlp_out_norm);
 }
@@ -174,7 +174,7 @@ static void walk_step(void *argument, Team *team, int thread) {
     }
     Product product = {d->head, {0}, {walk.run.step->logits, d->vocabulary, REPLACE}};
     prepare(&walk, &product, 1, walk.run.hidden, d->final_norm);
-    project(team, &product, 1);
+    project(team, thread, &product, 1);
 }
 
 // -- memory ---------------------------------------------------------------------------------------
@@ -223,7 +223,6 @@ size_t decoder_workspace(const Team *team, const Decoder *d, int tokens) {
     return place_run(&run, d, tokens, team->threads, NULL);
 }
 
-// memory: `decoder_workspace` bytes, aligned to 64.
 void decoder_step(Team *team, const Decoder *decoder, const Step *step, void *memory) {
     Run run = {.decoder = decoder, .step = step, .rows = step->tokens_count};
     place_run(&run, decoder, step->tokens_count, team->threads, memory);

@@ -120,3 +120,6 @@ void rope_and_store(const Run *run, Team *team, int layer);
 void attend(const Run *run, Team *team, int layer, void *scratch);
 
 void rms_norm(const float *x, const float *weight, float *out, int size, float epsilon);
+
+// One step; `memory`: `decoder_workspace` bytes, aligned to 64.
+void decoder_step(Team *team, const Decoder *decoder, const Step *step, void *memory);

@@ -190,11 +190,11 @@ typedef struct {
 
 // The calling thread's share of x Wᵀ for each; every thread of the team calls it, and a barrier has
 // to follow.
-void project(Team *team, const Product *products, int count);
+void project(Team *team, int thread, const Product *products, int count);
 
 // silu(x gateᵀ) · (x upᵀ), likewise: gate replaces, up has the mode SILU or GELU and the same
 // target.
-void project_gated(Team *team, const Product *gate_and_up);
+void project_gated(Team *team, int thread, const Product *gate_and_up);
 
 // One block as floats [columns][8], columns in the matrix's order.
 void block_to_floats(const Matrix *w, int block, float *to);

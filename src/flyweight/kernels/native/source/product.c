@@ -12,6 +12,7 @@
 // each few rows.
 #define MANY 16
 #define MANY_TILED (3 * TALL)
+#define PIECES 8 // that a thread's share of a phase is taken in
 #define CACHED (24 << 10) // bytes of weights, of the first cache's 32 KB or more
 
 // out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x.
@@ -27,7 +28,7 @@ static void block_product(const Matrix *w, const Input *input, int block, int be
 // So many pieces of work that a thread whose core is busy with something else leaves most to the
 // others.
 static int blocks_at_once(const Team *team, int blocks) {
-    int share = blocks / (8 * team->threads);
+    int share = blocks / (PIECES * team->threads);
     return share < 1 ? 1 : share;
 }
 
@@ -186,27 +187,30 @@ static void project_blocks(const Product *products, int count, int first, int la
     }
 }
 
-void project(Team *team, const Product *products, int count) {
-    int before = 0;
-    int piece = team_claim(team, 1);
-    for (int i = 0; i < count; i++) {
+// Blocks first to last of products whose blocks are counted one after the other.
+static void project_parts(const Product *products, int count, int first, int last) {
+    for (int i = 0; i < count && last > 0; i++) {
         int blocks = matrix_blocks(products[i].w);
-        int step = blocks_at_once(team, blocks);
-        int pieces = (blocks + step - 1) / step;
-        for (; piece < before + pieces; piece = team_claim(team, 1)) {
-            int first = (piece - before) * step;
-            int last = first + step < blocks ? first + step : blocks;
-            project_blocks(products + i, 1, first, last);
-        }
-        before += pieces;
+        if (first < blocks)
+            project_blocks(products + i, 1, first, last < blocks ? last : blocks);
+        first = first > blocks ? first - blocks : 0;
+        last -= blocks;
     }
 }
 
-void project_gated(Team *team, const Product *gate_and_up) {
+void project(Team *team, int thread, const Product *products, int count) {
+    int blocks = 0;
+    int first, last;
+    for (int i = 0; i < count; i++) blocks += matrix_blocks(products[i].w);
+    Sharing sharing = team_share(team, thread, blocks, blocks_at_once(team, blocks));
+    while (share_take(&sharing, &first, &last)) project_parts(products, count, first, last);
+}
+
+void project_gated(Team *team, int thread, const Product *gate_and_up) {
     int blocks = matrix_blocks(gate_and_up->w);
-    int step = blocks_at_once(team, blocks);
-    for (int first; (first = team_claim(team, step)) < blocks;)
-        project_blocks(gate_and_up, 2, first, first + step < blocks ? first + step : blocks);
+    int first, last;
+    Sharing sharing = team_share(team, thread, blocks, blocks_at_once(team, blocks));
+    while (share_take(&sharing, &first, &last)) project_blocks(gate_and_up, 2, first, last);
 }
 
 // x Wᵀ as one call: what a layer of torch, or a test, asks for.
@@ -221,7 +225,7 @@ static void fill_and_project(void *argument, Team *team, int thread) {
     for (int row; (row = team_claim(team, 1)) < call->product.input.rows;)
         input_fill(w, &call->product.input, call->x, w->inputs, row, row + 1);
     team_barrier(team);
-    project(team, &call->product, 1);
+    project(team, thread, &call->product, 1);
 }
 
 void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows,

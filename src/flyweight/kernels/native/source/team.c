@@ -94,8 +94,11 @@ void team_run(Team *team, Work *work, void *argument) {
 
 Team *team_make(int threads, const int32_t *cores) {
     Team *team = aligned_alloc(64, (sizeof(Team) + 63) / 64 * 64);
-    if (!team) return NULL;
-    *team = (Team){.threads = threads, .pins = cores ? threads : 0, .cores = cores};
+    Share *shares = aligned_alloc(64, threads * sizeof(Share));
+    if (!team || !shares) return NULL;
+    *team = (Team){
+        .threads = threads, .pins = cores ? threads : 0, .cores = cores, .shares = shares};
+    for (int thread = 0; thread < threads; thread++) shares[thread] = (Share){{0, 0}, 0};
     pthread_mutex_init(&team->entrance, NULL);
     pthread_mutex_init(&team->sleeping, NULL);
     pthread_cond_init(&team->changed, NULL);

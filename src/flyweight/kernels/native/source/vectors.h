@@ -2,7 +2,7 @@
 // on.
 //
 // Weights lie in blocks of eight outputs, so eight is the width of every kernel, whatever the
-// processor: two NEON registers, one of AVX2. Each processor gives the same few functions:
+// processor: two NEON registers, one of AVX2 or of SVE where its vectors have 256 bits. Each processor gives the same few functions:
 //
 //   floats8, ints8                    the types
 //   dot_nibbles(sum, codes, x, …)     codes of 8 outputs, 16 inputs, times x[0..15] of each row;
@@ -42,7 +42,9 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD) && __ARM_FEATURE_SVE_BITS == 256
+#include "vectors_sve.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
 #include "vectors_neon.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vectors_avx2.h"
@@ -56,49 +58,19 @@
 #define TOGETHER 4
 typedef floats8 floats_part;
 typedef ints8 ints_part;
-
-ALWAYS_INLINE floats_part part_splat(float value) {
-    return floats_splat(value);
-}
-
-ALWAYS_INLINE floats_part part_load(const void *from) {
-    return floats_load(from);
-}
-
-ALWAYS_INLINE floats_part part_load_halves(const void *from) {
-    return halves_load(from);
-}
-
-ALWAYS_INLINE void part_store(float *to, floats_part a) {
-    floats_store(to, a);
-}
-
-ALWAYS_INLINE ints_part part_from_bytes(const uint8_t *from) {
-    return ints_from_bytes(from);
-}
-
-ALWAYS_INLINE ints_part part_start(int32_t from) {
-    return ints_splat(from);
-}
+#define part_splat floats_splat
+#define part_load floats_load
+#define part_load_halves halves_load
+#define part_store floats_store
+#define part_from_bytes ints_from_bytes
+#define part_start ints_splat
+#define part_as_floats ints_as_floats
+#define part_to_floats ints_to_floats
+#define part_subtract floats_subtract
+#define part_fma floats_fma
 
 ALWAYS_INLINE ints_part part_start_at(int32_t from, ints_part a, int32_t b) {
     return ints_add(ints_splat(from), ints_scale(a, b));
-}
-
-ALWAYS_INLINE floats_part part_as_floats(ints_part a) {
-    return ints_as_floats(a);
-}
-
-ALWAYS_INLINE floats_part part_to_floats(ints_part a) {
-    return ints_to_floats(a);
-}
-
-ALWAYS_INLINE floats_part part_subtract(floats_part a, floats_part b) {
-    return floats_subtract(a, b);
-}
-
-ALWAYS_INLINE floats_part part_fma(floats_part sum, floats_part a, floats_part b) {
-    return floats_fma(sum, a, b);
 }
 
 ALWAYS_INLINE void part_scale(floats_part to[4], floats_part a, const float *by) {
