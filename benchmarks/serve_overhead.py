@@ -164,8 +164,8 @@ class Shapes:
             self.grammars = Grammars(tokenizer.inner, engine.vocabulary, engine.end_ids)
             self.prompts, self.words = Prompts(tokenizer), Words(tokenizer)
         request = ChatRequest(**body)
-        prompt = asyncio.run(self.prompts.chat(request))
-        thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
+        text = self.prompts.read_chat(request)
+        thinking = Thinking(possible=text.splits, begun=text.splits and text.inside)
         plan = plan_answer(
             request.chosen_tools,
             request.guide,
@@ -175,7 +175,7 @@ class Shapes:
             parallel=True,
             free=request.endless,
         )
-        return prompt.tokens, self.grammars(plan.grammar)
+        return asyncio.run(self.prompts.tokens_of(text)), self.grammars(plan.grammar)
 
 
 @dataclass

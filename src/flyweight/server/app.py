@@ -138,7 +138,7 @@ def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
                 )
             )[0]
         else:
-            tokens = (await one.prompts.chat(body)).tokens  # type: ignore[arg-type]
+            tokens = await one.prompts.chat(body)  # type: ignore[arg-type]
         names = (
             await asyncio.to_thread(lambda: list(map(one.token_names.text, tokens)))
             if body.return_token_strs
