@@ -242,9 +242,9 @@ def test_an_idle_engine_waits_while_every_turn_brings_a_request(monkeypatch):
     assert asyncio.run(go()) == [4]
 
 
-def test_an_engine_begins_when_a_step_is_full_or_time_is_up(monkeypatch):
+def test_an_engine_begins_when_there_is_enough_for_a_step_or_time_is_up(monkeypatch):
     async def go():
-        engine = Gathering(step=10)
+        engine = Gathering(step=20)
         with engine.client.coming():
             for _ in range(3):
                 engine.ask(tokens=4)

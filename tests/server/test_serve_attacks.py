@@ -101,9 +101,8 @@ def test_a_chat_template_that_never_ends_is_stopped(server, tokenizer, monkeypat
     monkeypatch.setattr(prompts, "READING_SECONDS", 0.2)
     message = refused(server.post("/v1/chat/completions", messages=MESSAGES))["message"]
     assert message == "this model's chat template did not finish within 0.2 seconds"
-    idle = server.service.prompts.threads.idle
     for thread in threading.enumerate():
-        if isinstance(thread, Worker) and thread not in idle:
+        if isinstance(thread, Worker) and thread.stopped:
             thread.join(timeout=DEADLINE)
             assert not thread.is_alive(), "the work itself must end, not only the waiting for it"
     monkeypatch.undo()

@@ -397,13 +397,16 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._turn_is_over)
         self.gathered.append(command)
         self.gathered_tokens += len(command.prompt)
-        if self._step_is_full():
+        if self._may_begin():
             self._send_gathered()
 
-    def _step_is_full(self) -> bool:
-        """Whether nothing is gained by waiting: the first step has its tokens, or time is up."""
+    def _may_begin(self) -> bool:
+        """Whether nothing is gained by waiting: the first step has half of the tokens that a step
+        takes beside answers, which keep the device at work while the others are read, or time is
+        up.
+        """
         return (
-            self.gathered_tokens >= self.facts["prompt_tokens_beside"]
+            self.gathered_tokens >= self.facts["prompt_tokens_beside"] // 2
             or time.perf_counter() - self.gathered_since > GATHERING
         )
 
@@ -417,7 +420,7 @@ class EngineClient:
             return
         idle = self.in_flight <= sum(command.params.n for command in self.gathered)
         loop = asyncio.get_running_loop()
-        if not idle or self._step_is_full():
+        if not idle or self._may_begin():
             self._send_gathered()
         elif count > known:
             loop.call_soon(self._turn_is_over, count)
