@@ -72,6 +72,7 @@ class Grammars:
         again.
         """
         kind, grammar = translate(schema)
+        found: Any
         try:
             size = self.trials.measure(grammar)
             found = self.matcher(self.tokens, grammar, log_level=0)
