@@ -29,6 +29,7 @@ import multiprocessing
 import random
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -164,8 +165,8 @@ class Shapes:
             self.grammars = Grammars(tokenizer.inner, engine.vocabulary, engine.end_ids)
             self.prompts, self.words = Prompts(tokenizer), Words(tokenizer)
         request = ChatRequest(**body)
-        prompt = asyncio.run(self.prompts.chat(request))
-        thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
+        text = self.prompts.read_chat(request)
+        thinking = Thinking(possible=text.splits, begun=text.splits and text.inside)
         plan = plan_answer(
             request.chosen_tools,
             request.guide,
@@ -175,7 +176,7 @@ class Shapes:
             parallel=True,
             free=request.endless,
         )
-        return prompt.tokens, self.grammars(plan.grammar)
+        return asyncio.run(self.prompts.tokens_of(text)), self.grammars(plan.grammar)
 
 
 @dataclass
@@ -304,6 +305,7 @@ def measure(model: str, given: argparse.Namespace) -> None:
                 own, served.port, input=given.input, output=8, seed=0
             )
         garbage.settle()  # of the clients
+        print(f"{time.strftime('%X')} both are warm", file=sys.stderr, flush=True)
         for turn in range(given.rounds):
             for turns in every:
                 turns.take(
@@ -312,11 +314,20 @@ def measure(model: str, given: argparse.Namespace) -> None:
             # what was measured is kept, whatever comes; the bandwidth needs memory that is taken
             # now
             write(every, given, environment_row(served.facts["device"], measure_bandwidth=False))
+            tell(every, turn + 1, given.output_tokens)
     own.stop()
     write(every, given, environment_row(served.facts["device"]))
     for turns in every:
         figures = turns.figures(given.output_tokens)
         print(json.dumps({"work": turns.work, "concurrency": turns.concurrency, **figures}))
+
+
+def tell(every: Sequence[Turns], rounds: int, output: int) -> None:
+    shares = ", ".join(
+        f"{turns.work} {turns.concurrency}: {turns.figures(output)['share_of_engine']:.1%}"
+        for turns in every
+    )
+    print(f"{time.strftime('%X')} after {rounds} rounds: {shares}", file=sys.stderr, flush=True)
 
 
 def write(every: Sequence[Turns], given: argparse.Namespace, environment: dict[str, Any]) -> None:

@@ -1,13 +1,11 @@
 """The server's side of its engine: one that hangs, one that cannot be started again, and a socket that never blocks."""
 
 import asyncio
-import itertools
 import multiprocessing
 import os
 import signal
 import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -175,51 +173,87 @@ def test_an_idle_engine_answers_when_it_is_asked_for_a_sign_of_life(tiny):
     assert engine.available and engine.restarts == 0
 
 
-def test_requests_of_one_turn_of_the_event_loop_go_to_the_engine_together():
-    sent = []
+class Gathering:
+    """A client whose engine is ready, and what it sends."""
 
-    async def ask(seconds):
-        client = EngineClient("none", {}, max_queue=8, timeout=60.0, on_change=print, on_fatal=print)
-        client.facts = {"max_model_len": 4096, "max_num_seqs": 8}
-        client.state = "ready"
-        client.connection = SimpleNamespace(send=sent.append)
-        engine_client.time = SimpleNamespace(perf_counter=itertools.count(0, seconds).__next__)
-        tickets = [client.submit([[1, 2]], SamplingParams()) for _ in range(3)]
+    def __init__(self, *, in_flight=0, step=512):
+        self.client = EngineClient("none", {}, max_queue=8, timeout=60.0, on_change=print, on_fatal=print)
+        self.client.facts = {"max_model_len": 4096, "max_num_seqs": 8, "prompt_tokens_beside": step}
+        self.client.state, self.client.in_flight, self.sent = "ready", in_flight, []
+        self.client.connection = SimpleNamespace(send=self.sent.append)
+
+    def ask(self, tokens=2):
+        ticket = self.client.submit([[1] * tokens], SamplingParams())
+        ticket.timer.cancel()
+        return ticket
+
+    @property
+    def sizes(self):
+        return [len(commands) for commands in self.sent]
+
+
+async def turns(count=3):
+    for _ in range(count):
         await asyncio.sleep(0)
-        client.release(tickets[0])
-        late = client.submit([[3]], SamplingParams())
-        client.release(late)
 
-    try:
-        asyncio.run(ask(0.0001))
-        assert [[type(command).__name__ for command in commands] for commands in sent] == [
-            ["Submit"] * 3, ["Cancel"], ["Submit"], ["Cancel"]], "none is told of a request that it does not know"
-        sent.clear()
-        asyncio.run(ask(1.0))
-        assert [len(commands) for commands in sent][:2] == [2, 1], "nobody waits for long"
-    finally:
-        engine_client.time = time
+
+def test_requests_of_one_turn_of_the_event_loop_go_to_the_engine_together():
+    async def go():
+        engine = Gathering()
+        first, *_ = [engine.ask() for _ in range(3)]
+        await turns()
+        engine.client.release(first)
+        engine.client.release(engine.ask())
+        return [[type(command).__name__ for command in commands] for commands in engine.sent]
+
+    assert asyncio.run(go()) == [["Submit"] * 3, ["Cancel"], ["Submit"], ["Cancel"]], (
+        "none is told of a request that it does not know")
 
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_idle_engine_waits_for_requests_that_are_being_read(monkeypatch, busy):
-    sent = []
     monkeypatch.setattr(engine_client, "GATHERING", 60.0)
 
-    async def ask():
-        client = EngineClient("none", {}, max_queue=8, timeout=60.0, on_change=print, on_fatal=print)
-        client.facts = {"max_model_len": 4096, "max_num_seqs": 8}
-        client.state = "ready"
-        client.connection = SimpleNamespace(send=sent.append)
-        client.in_flight = int(busy)
-        with client.coming():
-            tickets = [client.submit([[1, 2]], SamplingParams())]
-            await asyncio.sleep(0)
-            assert len(sent) == int(busy)
-        tickets.append(client.submit([[3]], SamplingParams()))
-        await asyncio.sleep(0)
-        for ticket in tickets:
-            ticket.timer.cancel()
+    async def go():
+        engine = Gathering(in_flight=int(busy))
+        with engine.client.coming():
+            engine.ask()
+            await turns()
+            assert engine.sizes == [1] * busy
+        engine.ask()
+        await turns()
+        return engine.sizes
 
-    asyncio.run(ask())
-    assert [len(commands) for commands in sent] == ([1, 1] if busy else [2])
+    assert asyncio.run(go()) == ([1, 1] if busy else [2])
+
+
+def test_an_idle_engine_waits_while_every_turn_brings_a_request(monkeypatch):
+    monkeypatch.setattr(engine_client, "GATHERING", 60.0)
+
+    async def go():
+        engine = Gathering()
+        for _ in range(4):
+            engine.ask()
+            await turns(1)
+        assert engine.sizes == []
+        await turns()
+        return engine.sizes
+
+    assert asyncio.run(go()) == [4]
+
+
+def test_an_engine_begins_when_there_is_enough_for_a_step_or_time_is_up(monkeypatch):
+    async def go():
+        engine = Gathering(step=20)
+        with engine.client.coming():
+            for _ in range(3):
+                engine.ask(tokens=4)
+            assert engine.sizes == [3], "others are still being read"
+        late = Gathering()
+        monkeypatch.setattr(engine_client, "GATHERING", 0.0)
+        with late.client.coming():
+            late.ask()
+            await turns()
+            return late.sizes
+
+    assert asyncio.run(go()) == [1]

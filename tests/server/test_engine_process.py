@@ -14,6 +14,7 @@ from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.scheduler import Scheduler
 from flyweight.server.engine_process import EngineLoop, facts, run_engine, warm_up
 from flyweight.server.messages import FAILED, REFUSED, Cancel, CannotStart, ResetPrefixCache, Step, Submit
+from flyweight.server.schemas import Schemas
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = list(range(40))
@@ -128,32 +129,62 @@ def test_an_engine_that_cannot_start_ends_the_server_with_its_message(tiny_folde
     assert str(running.server.fatal) == "no such device"
 
 
+class SlowGrammars:
+    """None is known before `done` is set."""
+
+    def __init__(self):
+        self.done, self.compiled = threading.Event(), []
+
+    def known(self, schema):
+        return (lambda: None) if self.done.is_set() else None
+
+    def __call__(self, schema):
+        self.done.wait(DEADLINE)
+        self.compiled.append(schema)
+        return lambda: None
+
+
+def read_keys(loop, count):
+    """Of the requests that the next so many deltas are of."""
+    deltas = []
+    while len(deltas) < count:
+        assert loop.ours.poll(DEADLINE)
+        deltas += loop.ours.recv().deltas
+    return {delta.key for delta in deltas}
+
+
 def test_a_schema_that_compiles_long_holds_up_only_its_own_request(loop):
     """And one that is cancelled meanwhile never runs."""
-    compiling = threading.Event()
-    loop.grammars = lambda schema: compiling.wait(DEADLINE) and None
+    schemas = loop.schemas
+    grammars = schemas.grammars = SlowGrammars()
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     loop.ours.send([Submit(1, PROMPT, GREEDY, schema="slow")])
     loop.ours.send([Submit(2, PROMPT, GREEDY, schema="slow too")])
     loop.ours.send([Submit(3, PROMPT, GREEDY)])
     loop.ours.send([Cancel(2)])
-
-    def read(count):
-        deltas = []
-        while len(deltas) < count:
-            assert loop.ours.poll(DEADLINE)
-            deltas += loop.ours.recv().deltas
-        return {delta.key for delta in deltas}
-
-    assert read(6) == {3}
-    wait_for(lambda: loop.cancelled == {2}, "the cancellation")
-    compiling.set()
-    assert read(6) == {1}
-    wait_for(lambda: not loop.compiling and not loop.cancelled, "the second schema")
+    assert read_keys(loop, 6) == {3}
+    wait_for(lambda: schemas.cancelled == {2}, "the cancellation")
+    grammars.done.set()
+    assert read_keys(loop, 6) == {1}
+    wait_for(lambda: not schemas.keys and not schemas.cancelled and not schemas.outcomes, "the second schema")
     loop.ours.close()
     thread.join(timeout=DEADLINE)
     assert not thread.is_alive() and not loop.requests
+
+
+def test_requests_of_one_schema_are_ready_together_and_a_known_one_at_once():
+    ready = []
+    schemas = Schemas(SlowGrammars, ready.append)
+    grammars = schemas.grammars = SlowGrammars()
+    asked = [Submit(key, PROMPT, GREEDY, schema="same") for key in range(3)]
+    assert all(schemas.hold(command) for command in asked) and not schemas.hold(Submit(9, PROMPT, GREEDY))
+    grammars.done.set()
+    wait_for(lambda: ready, "the schema")
+    assert ready == [asked] and grammars.compiled == ["same"]
+    assert not schemas.hold(Submit(3, PROMPT, GREEDY, schema="same"))
+    assert all(not schemas.was_cancelled(key) and schemas.take(key) for key in range(4))
+    assert not schemas.keys and not schemas.outcomes and not schemas.waiting
 
 
 def test_the_loop_learns_what_prompts_cost_beside_answers(loop, monkeypatch):

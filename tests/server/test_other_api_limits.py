@@ -81,13 +81,13 @@ def test_neither_warnings_nor_errors_repeat_a_megabyte(talking, path):
 @pytest.mark.parametrize("path", ASKED)
 def test_a_grammar_that_takes_too_long_to_read_is_refused(talking, monkeypatch, path):
     """Beside the event loop: others are answered meanwhile."""
-    from flyweight.server import service
+    from flyweight.server import prompts, service
 
     def endless(*_):
         while True:
             pass
 
-    monkeypatch.setattr(service, "SHAPE_SECONDS", 0.2)
+    monkeypatch.setattr(prompts, "READING_SECONDS", 0.2)
     monkeypatch.setattr(service, "plan_answer", lambda *_, **__: endless())
     tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
     tools = {"/v1/responses": [{"type": "function", **tool}], "/v1/messages": [{"name": "look", "input_schema": {}}]}

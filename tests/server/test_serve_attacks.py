@@ -1,6 +1,7 @@
 """Small requests that ask for much work: refused before it is done, or done where nobody else waits for it."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from tiny_server import DEADLINE, ScriptedEngine, serving
 from flyweight.server import counts, prompts, protocol
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from flyweight.server.refusals import BadRequest, ContextTooLong, QueueFull
-from flyweight.server.threads import AT_ONCE, Threads
+from flyweight.server.threads import AT_ONCE, Threads, Worker
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -97,11 +98,11 @@ def test_an_error_does_not_repeat_a_megabyte(server):
 
 def test_a_chat_template_that_never_ends_is_stopped(server, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer.inner, "chat_template", ENDLESS)
-    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(prompts, "READING_SECONDS", 0.2)
     message = refused(server.post("/v1/chat/completions", messages=MESSAGES))["message"]
     assert message == "this model's chat template did not finish within 0.2 seconds"
     for thread in threading.enumerate():
-        if thread.name == "flyweight-prompt":
+        if isinstance(thread, Worker) and thread.stopped:
             thread.join(timeout=DEADLINE)
             assert not thread.is_alive(), "the work itself must end, not only the waiting for it"
     monkeypatch.undo()
@@ -118,7 +119,9 @@ def test_long_work_is_refused_when_all_places_are_taken():
             release.wait(DEADLINE)
             return "done"
 
-        late = BadRequest("too late")
+        def late():
+            return BadRequest("too late")
+
         running = [asyncio.create_task(threads.run(work, seconds=DEADLINE, refusal=late)) for _ in range(AT_ONCE)]
         for _ in running:
             await asyncio.to_thread(begun.acquire)
@@ -129,3 +132,29 @@ def test_long_work_is_refused_when_all_places_are_taken():
 
     results, after = asyncio.run(go())
     assert set(results) == {"done"} and after == 5
+
+
+def test_threads_are_used_again_unless_they_were_stopped():
+    def endless():
+        while True:
+            pass
+
+    async def go():
+        threads = Threads()
+
+        async def who(work=threading.current_thread, seconds=DEADLINE):
+            return await threads.run(work, seconds=seconds, refusal=lambda: BadRequest("too late"))
+
+        first = await who()
+        assert await who() is first and threads.idle == [first]
+        with pytest.raises(BadRequest, match="too late"):
+            await who(endless, 0.05)
+        assert await who() is not first
+        with pytest.raises(SystemExit):
+            await who(sys.exit)
+        await asyncio.to_thread(first.join, DEADLINE)
+        assert not first.is_alive() and len(threads.idle) == 1
+        for _ in range(AT_ONCE):  # no place was lost
+            await threads.places.acquire()
+
+    asyncio.run(go())

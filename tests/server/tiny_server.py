@@ -101,7 +101,7 @@ class ScriptedEngine(EngineClient):
     def start(self) -> None:
         self.connection, self.cancelled = self, set()
         facts = {"pid": 0, "device": "none", "dtype": "none", "max_model_len": 4096, "vocabulary": 264, "blocks": 64,
-                 "block_size": 16, "max_num_seqs": 8, "prefix_cache": True}
+                 "block_size": 16, "max_num_seqs": 8, "prompt_tokens_beside": 512, "prefix_cache": True}
         facts |= {f"{name}_bytes": 0 for name in ("kv", "weight", "workspace", "graph")}
         self.inbox = deque([Started(facts)])
         self._read()

@@ -23,6 +23,8 @@ from flyweight.engine.grammar_kinds import missing, translate
 from flyweight.engine.grammar_limits import LEAST_BYTES, GrammarCache, GrammarLimits, Trials
 from flyweight.errors import RequestError
 
+Constraints = Callable[[], "GrammarConstraint"]  # makes one for each sample
+
 
 class Grammars:
     """Compiles grammars for one vocabulary. `Grammars(…)(schema)` gives a maker of constraints, one
@@ -51,35 +53,35 @@ class Grammars:
         self.trials = Trials(limits, vocabulary=vocabulary, special=special_names(tokenizer))
         self.cache = GrammarCache(limits)
 
-    def __call__(self, schema: str) -> Callable[[], GrammarConstraint]:
-        kind, grammar = translate(schema)
-        return self.follow(grammar, kind=kind)
+    def __call__(self, schema: str) -> Constraints:
+        """From any thread."""
+        return self.known(schema) or self._offer(self._compile(schema))
 
-    def follow(self, grammar: str, *, kind: str) -> Callable[[], GrammarConstraint]:
-        """From any thread; `grammar` in llguidance's own words, `kind` for its errors."""
-        found = self.cache.get(grammar)
-        if found is None:
-            found = self._compile(grammar)
+    def known(self, schema: str) -> Constraints | None:
+        """The same where there is nothing to compile any more, in no time; None elsewhere."""
+        found = self.cache.get(schema)
+        return None if found is None else self._offer(found)
+
+    def _offer(self, found: Any) -> Constraints:
         if isinstance(found, RequestError):
-            raise RequestError(f"{kind} cannot be followed: {found}") from found
+            raise RequestError(str(found)) from found
         return lambda: GrammarConstraint(found, self.vocabulary, self.end_ids)
 
-    def _compile(self, grammar: str) -> Any:
+    def _compile(self, schema: str) -> Any:
         """A matcher, or why there is none; both are remembered, since the same few come again and
         again.
         """
+        kind, grammar = translate(schema)
+        found: Any
         try:
             size = self.trials.measure(grammar)
+            found = self.matcher(self.tokens, grammar, log_level=0)
+            if found.is_error():
+                raise RequestError(found.get_error().strip().splitlines()[0])
         except RequestError as error:
-            self.cache.put(grammar, error, max(LEAST_BYTES, len(grammar)))
-            return error
-        matcher = self.matcher(self.tokens, grammar, log_level=0)
-        found = (
-            RequestError(matcher.get_error().strip().splitlines()[0])
-            if matcher.is_error()
-            else matcher
-        )
-        self.cache.put(grammar, found, size)
+            size = max(LEAST_BYTES, len(schema))
+            found = RequestError(f"{kind} cannot be followed: {error}")
+        self.cache.put(schema, found, size)
         return found
 
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from flyweight import __version__
 from flyweight.server.anthropic.routes import add_anthropic
+from flyweight.server.body_route import BodyRoute
 from flyweight.server.embeddings import add_embeddings
 from flyweight.server.error_shapes import error_content
 from flyweight.server.fleet import Fleet
@@ -92,6 +93,7 @@ def create_app(service: Service | Fleet, *, start: bool = True) -> ASGIApp:
         description="An OpenAI-compatible server. Every error is an object with message, type, "
         "param and code.",
     )
+    app.router.route_class = BodyRoute
     add_generation(app, service)
     for add_api in (add_responses, add_anthropic, add_ollama, add_embeddings):
         add_api(app, service, {**REFUSALS, **STREAM})
@@ -138,7 +140,7 @@ def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
                 )
             )[0]
         else:
-            tokens = (await one.prompts.chat(body)).tokens  # type: ignore[arg-type]
+            tokens = await one.prompts.chat(body)  # type: ignore[arg-type]
         names = (
             await asyncio.to_thread(lambda: list(map(one.token_names.text, tokens)))
             if body.return_token_strs

@@ -55,7 +55,7 @@ LONGEST_RETRY = 60  # seconds
 # itself
 BEATS = 4
 ENDING = 5.0  # seconds for a process to end by itself
-GATHERING = 0.03  # seconds: a burst of requests is read in as many
+GATHERING = 0.03  # seconds that the first request of a burst waits for the others at most
 REAPING = 2.0  # seconds that a killed process has to be gone
 
 
@@ -94,6 +94,7 @@ class EngineClient:
         self.keys = itertools.count()
         self.gathered: list[Submit] = []  # to be sent together
         self.gathered_since = 0.0
+        self.gathered_tokens = 0
         self.preparing = 0  # requests that are being read
         self.deaths: deque[float] = deque()
         self.process: BaseProcess | None = None
@@ -388,30 +389,49 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._turn_is_over)
 
     def _gather(self, command: Submit) -> None:
-        """Requests that come at once go to the engine at once: it computes their prompts together,
-        where it would begin with the first alone, and the others would wait for its answer's steps.
+        """Requests that come at once go to the engine together: it computes their prompts in one
+        step, where it would begin with the first alone, and the others would wait for its steps.
         """
-        now = time.perf_counter()
         if not self.gathered:
-            self.gathered_since = now
+            self.gathered_since = time.perf_counter()
             asyncio.get_running_loop().call_soon(self._turn_is_over)
         self.gathered.append(command)
-        if now - self.gathered_since > GATHERING:
+        self.gathered_tokens += len(command.prompt)
+        if self._may_begin():
             self._send_gathered()
 
-    def _turn_is_over(self) -> None:
-        """Of the event loop. An engine at work gets what there is; one that has nothing to do waits
-        for those that are being read, within `GATHERING` seconds.
+    def _may_begin(self) -> bool:
+        """Whether nothing is gained by waiting: the first step has half of the tokens that a step
+        takes beside answers, which keep the device at work while the others are read, or time is
+        up.
         """
+        return (
+            self.gathered_tokens >= self.facts["prompt_tokens_beside"] // 2
+            or time.perf_counter() - self.gathered_since > GATHERING
+        )
+
+    def _turn_is_over(self, known: int = 0) -> None:
+        """Of the event loop, in whose last turn `known` requests were there. An engine at work gets
+        what there is; one that has nothing to do waits for requests that are being read, and for
+        those that come turn by turn.
+        """
+        count = len(self.gathered)
+        if not count:
+            return
         idle = self.in_flight <= sum(command.params.n for command in self.gathered)
-        left = self.gathered_since + GATHERING - time.perf_counter()
-        if not (self.gathered and self.preparing and idle and left > 0):
+        loop = asyncio.get_running_loop()
+        if not idle or self._may_begin():
             self._send_gathered()
+        elif count > known:
+            loop.call_soon(self._turn_is_over, count)
+        elif self.preparing:
+            loop.call_later(GATHERING, self._turn_is_over)
         else:
-            asyncio.get_running_loop().call_later(left, self._send_gathered)
+            self._send_gathered()
 
     def _send_gathered(self) -> None:
         gathered, self.gathered = self.gathered, []
+        self.gathered_tokens = 0
         if gathered and self.connection is not None:
             self.connection.send(gathered)
 

@@ -4,8 +4,8 @@ The step loop must not share an interpreter lock with the formatting of events: 
 step are 12,800 events a second. So this process does nothing but step. One thread reads commands,
 because a server that waits for room in the socket while the engine waits for the same would stand
 still for ever; the commands themselves are carried out between steps, by the thread that steps.
-JSON schemas are compiled in threads of their own, since that may take seconds: a request joins the
-others when its schema is ready.
+Grammars are compiled in threads of their own, since that may take seconds: requests join the
+others when their grammar is ready, and those of one grammar join them together.
 
 It ends when the server's end of the socket closes, however that happened. SIGINT and SIGTERM are
 the server's business: a terminal or a supervisor sends them to the whole group, and the requests in
@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -45,15 +45,13 @@ from flyweight.server.messages import (
     Step,
     Submit,
 )
+from flyweight.server.schemas import Schemas
 from flyweight.server.step_watch import StepWatch, describe, end_process, patience_for
 
 if TYPE_CHECKING:
     from flyweight.engine.embedding import Embedder
     from flyweight.engine.llm import LLM
     from flyweight.engine.request import Chunk, Request
-
-GATHERING = 0.02  # seconds
-COMPILERS = 2  # threads: one costly schema does not hold up the next
 
 
 def run_engine(
@@ -114,6 +112,7 @@ def facts(llm: LLM) -> dict[str, Any]:
         "blocks": pool.blocks,
         "block_size": pool.block_size,
         "max_num_seqs": engine.scheduler.max_num_seqs,
+        "prompt_tokens_beside": engine.scheduler.prompt_tokens_beside,
         "kv_bytes": memory.kv,
         "weight_bytes": memory.weights,
         "workspace_bytes": memory.workspace,
@@ -133,12 +132,7 @@ class EngineLoop:
         )
         self.requests: dict[int, list[Request]] = {}  # by the server's key
         self.commands: deque[Any] = deque()
-        # compiled schemas of requests to come, or why they are none
-        self.constraints: dict[int, Any] = {}
-        self.compiling: set[int] = set()  # requests whose schemas are not ready
-        self.cancelled: set[int] = set()  # of those, the ones that nobody waits for any more
-        self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="flyweight-schemas")
-        self.grammars_lock = threading.Lock()
+        self.schemas = Schemas(self.make_grammars, self.take_in)
         self.texts: deque[Submit] = deque()  # that want a vector
         self.deltas: list[tuple[Any, ...]] = []
         self.wake = threading.Event()
@@ -160,20 +154,13 @@ class EngineLoop:
         self.watch.stop()
 
     def rest(self) -> None:
-        """Until there is something to do. Requests that came together begin together: the first
-        does not begin while the schemas of others are being compiled, for `GATHERING` seconds.
-        """
+        """Until there is something to do."""
         while not self.wake.is_set():
             self.watch.begin()
             prepared = self.engine.rest()
             self.watch.end()
             if not prepared:
                 self.wake.wait()
-        until = time.perf_counter() + GATHERING
-        while len(self.constraints) < len(self.compiling):
-            self.wake.clear()
-            if (left := until - time.perf_counter()) <= 0 or not self.wake.wait(left):
-                return
 
     def send(self, message: Any) -> None:
         """From the loop's thread or the watch's: half a message of one must not follow half of
@@ -203,33 +190,18 @@ class EngineLoop:
                 received = self.connection.recv()
             except (EOFError, OSError):
                 received = [None]
-            ready = []
-            for command in received:
-                if isinstance(command, Submit) and command.schema is not None:
-                    self.compiling.add(command.key)
-                    self.compilers.submit(self.compile, command)
-                else:
-                    ready.append(command)
+            ready = [command for command in received if not self.schemas.hold(command)]
             if ready:
-                self.commands.extend(ready)
-                self.wake.set()
+                self.take_in(ready)
             if None in ready:
                 return
 
-    def compile(self, command: Submit) -> None:
-        assert command.schema is not None
-        try:
-            if command.key not in self.cancelled:
-                with self.grammars_lock:  # the first makes the vocabulary's table for all
-                    grammars = self.grammars
-                self.constraints[command.key] = grammars(command.schema)
-        except Exception as error:  # the schema is a stranger's
-            self.constraints[command.key] = error
-        self.commands.append(command)
+    def take_in(self, commands: Sequence[Any]) -> None:
+        """From any thread: they are carried out between steps."""
+        self.commands.extend(commands)
         self.wake.set()
 
-    @functools.cached_property
-    def grammars(self) -> Grammars:
+    def make_grammars(self) -> Grammars:
         if self.llm.tokenizer is None:
             raise RequestError("a model without a tokenizer cannot follow a JSON schema")
         return Grammars(self.llm.tokenizer.inner, self.engine.vocabulary, self.engine.end_ids)
@@ -262,27 +234,22 @@ class EngineLoop:
         elif isinstance(command, Submit):
             self.submit(command)
         elif isinstance(command, Cancel):
-            if command.key in self.compiling:
-                self.cancelled.add(command.key)
+            self.schemas.cancel(command.key)
             self.engine.cancel(self.requests.pop(command.key, []))
             self.texts = deque(text for text in self.texts if text.key != command.key)
         elif isinstance(command, ResetPrefixCache):
             self.engine.pool.forget()
 
     def submit(self, command: Submit) -> None:
-        params = command.params.with_defaults(self.llm.sampling_defaults)
-        constraint = self.constraints.pop(command.key, None)
-        self.compiling.discard(command.key)
-        if command.key in self.cancelled:
-            self.cancelled.remove(command.key)
+        if self.schemas.was_cancelled(command.key):
             return
+        params = command.params.with_defaults(self.llm.sampling_defaults)
 
         def listen(chunk: Chunk) -> None:
             self.tell(command.key, chunk)
 
         try:
-            if isinstance(constraint, Exception):
-                raise constraint
+            constraint = self.schemas.take(command.key)
             self.requests[command.key] = self.engine.submit(
                 command.prompt,
                 params,

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from flyweight.engine.tokenizer import Tokenizer
 from flyweight.errors import FlyweightError
 from flyweight.server.counts import LONGEST_NAME
 from flyweight.server.protocol import ChatFields, Message
 from flyweight.server.reasoning import CLOSE, OPEN
-from flyweight.server.refusals import BadRequest, ContextTooLong, UnsupportedField
+from flyweight.server.refusals import BadRequest, ContextTooLong, Refusal, UnsupportedField
 from flyweight.server.thinking import thinking_options
 from flyweight.server.threads import Threads
 
+Result = TypeVar("Result")
 LONG = 10_000  # characters
-TEMPLATE_SECONDS = 10.0
-TOKENIZER_SECONDS = 30.0
+READING_SECONDS = 10.0  # for a template to be run, and for tools and grammars to be read
+TOKENIZER_SECONDS = 30.0  # for a long text
 SLACK = 4  # a tokenizer may drop characters before it counts, but not three of four
 # What `apply_chat_template` takes for itself: no client may set it through chat_template_kwargs.
 RESERVED = {
@@ -47,8 +48,11 @@ RESERVED = {
 
 
 @dataclass(frozen=True)
-class ChatPrompt:
-    tokens: list[int]
+class ChatText:
+    """A conversation in the words of the model's template."""
+
+    text: str
+    tokens: list[int] | None  # None: the text is long, and still to be encoded
     splits: bool  # whether this model's thinking is to be told from its answer
     inside: bool  # the prompt has opened the thinking already
     warnings: list[str] = field(default_factory=list)
@@ -87,31 +91,40 @@ class Prompts:
         encoded = iter(await self._encode_all(texts, special) if texts else [])
         return [prompt if isinstance(prompt, list) else next(encoded) for prompt in prompts]
 
-    async def chat(self, fields: ChatFields, *, context: int | None = None) -> ChatPrompt:
+    async def chat(self, fields: ChatFields, *, context: int | None = None) -> list[int]:
+        text = await self.aside(lambda: self.read_chat(fields, context=context), slow_template)
+        return await self.tokens_of(text, context=context)
+
+    async def aside(self, work: Callable[[], Result], slow: Callable[[], Refusal]) -> Result:
+        """Beside the event loop, and no longer than one may wait: strangers say what is to be done.
+        `slow` makes the refusal of what took longer.
+        """
+        return await self.threads.run(work, seconds=READING_SECONDS, refusal=slow)
+
+    def read_chat(self, fields: ChatFields, *, context: int | None = None) -> ChatText:
+        """In a thread: templates are programs. The tokens too, where they take no time of their
+        own.
+        """
         options, warnings = self._options(fields)
         tokenizer = self.need()
-        slow = BadRequest(
-            f"this model's chat template did not finish within {TEMPLATE_SECONDS:g} seconds",
-            param="messages",
-        )
-
-        def read() -> tuple[str, list[int] | None]:
-            """The tokens too, where they take no time of their own."""
-            text = render(tokenizer, fields.messages, options)
-            if len(text) >= LONG:
-                return text, None
+        text = render(tokenizer, fields.messages, options)
+        tokens = None
+        if len(text) < LONG:
             self._check(text, context)
-            return text, tokenizer.encode(text, special=False)
-
-        text, tokens = await self.threads.run(read, seconds=TEMPLATE_SECONDS, refusal=slow)
-        if tokens is None:
-            (tokens,) = await self.encode([text], special=False, context=context)
-        return ChatPrompt(
+            tokens = tokenizer.encode(text, special=False)
+        return ChatText(
+            text,
             tokens,
             splits=CLOSE in self.template,
             inside=text.rstrip().endswith(OPEN),
             warnings=warnings,
         )
+
+    async def tokens_of(self, chat: ChatText, *, context: int | None = None) -> list[int]:
+        if chat.tokens is not None:
+            return chat.tokens
+        (tokens,) = await self.encode([chat.text], special=False, context=context)
+        return tokens
 
     def _check(self, text: str, context: int | None) -> None:
         check_text(text)
@@ -134,11 +147,7 @@ class Prompts:
         return await self.threads.run(
             encode,
             seconds=TOKENIZER_SECONDS,
-            refusal=BadRequest(
-                f"the prompt could not be tokenized within {TOKENIZER_SECONDS:g} seconds; shorten "
-                "it",
-                param="prompt",
-            ),
+            refusal=slow_tokenizer,
         )
 
     def _options(self, fields: ChatFields) -> tuple[dict[str, Any], list[str]]:
@@ -173,6 +182,26 @@ class Prompts:
                     f"this model's chat template does not know {name[:LONGEST_NAME]!r} (ignored)"
                 )
         return options, warnings
+
+
+def slow_template() -> BadRequest:
+    return BadRequest(
+        f"this model's chat template did not finish within {READING_SECONDS:g} seconds",
+        param="messages",
+    )
+
+
+def slow_shape() -> BadRequest:
+    return BadRequest(
+        f"the shape of the answer could not be read within {READING_SECONDS:g} seconds; simplify it"
+    )
+
+
+def slow_tokenizer() -> BadRequest:
+    return BadRequest(
+        f"the prompt could not be tokenized within {TOKENIZER_SECONDS:g} seconds; shorten it",
+        param="prompt",
+    )
 
 
 def check_text(text: str) -> None:

@@ -24,7 +24,7 @@ from flyweight.server.counts import LONGEST_NAME
 from flyweight.server.engine_client import EngineClient
 from flyweight.server.formats import ChatFormat, CompletionFormat, Format
 from flyweight.server.metrics import Metrics
-from flyweight.server.prompts import ChatPrompt, Prompts
+from flyweight.server.prompts import ChatText, Prompts, slow_shape, slow_template
 from flyweight.server.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -43,7 +43,6 @@ from flyweight.server.words import Words
 EVENTS = "text/event-stream"
 GRACE = 30.0  # seconds beyond the time limit that a reader has for what is already there
 LONGEST_WARNING = 1000  # characters in a header
-SHAPE_SECONDS = 10.0  # for a grammar or tools to be read, before they are compiled
 Result = TypeVar("Result")
 
 
@@ -52,7 +51,7 @@ class PreparedChat:
     """A chat request, read."""
 
     model: str
-    prompt: ChatPrompt
+    tokens: list[int]
     params: SamplingParams
     plan: AnswerPlan
     warnings: list[str]
@@ -140,12 +139,12 @@ class Service:
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         asked = await self.prepare(body)
         readers = [asked.plan.reader() for _ in range(body.samples)]
-        form = ChatFormat(body, asked.prompt.tokens, self.token_names, readers)
+        form = ChatFormat(body, asked.tokens, self.token_names, readers)
         return await self.generate(
             request,
             body,
             form,
-            [asked.prompt.tokens],
+            [asked.tokens],
             asked.params,
             model=asked.model,
             warnings=asked.warnings,
@@ -173,7 +172,7 @@ class Service:
             request,
             body,
             answer,
-            [asked.prompt.tokens],
+            [asked.tokens],
             asked.params,
             grammar=asked.plan.grammar,
             warnings=[*warnings, *asked.warnings],
@@ -185,18 +184,30 @@ class Service:
             return await self._prepare(body)
 
     async def _prepare(self, body: ChatRequest) -> PreparedChat:
+        """The whole reading of a chat is one piece of work beside the event loop: each of many
+        would cost a wait for the interpreter lock, and a burst has as many chats as seats.
+        """
         model = self.check_model(body.model)
-        warnings = await self.aside(body, lambda: body.check(strict=self.settings.strict))
         self.engine.check_room(1, body.samples)
         params = chat_sampling(body)
-        prompt = await self.prompts.chat(body, context=self.context)
-        plan = await self.aside(body, lambda: self.plan(body, prompt))
-        return PreparedChat(
-            model, prompt, params, plan, [*warnings, *prompt.warnings, *plan.warnings]
-        )
+        context = self.context
+        slow = slow_shape
 
-    def plan(self, body: ChatRequest, prompt: ChatPrompt) -> AnswerPlan:
-        thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
+        def read() -> tuple[ChatText, AnswerPlan, list[str]]:
+            nonlocal slow
+            warnings = body.check(strict=self.settings.strict)
+            slow = slow_template
+            text = self.prompts.read_chat(body, context=context)
+            slow = slow_shape
+            plan = self.plan(body, text)
+            return text, plan, [*warnings, *text.warnings, *plan.warnings]
+
+        text, plan, warnings = await self.prompts.aside(read, lambda: slow())
+        tokens = await self.prompts.tokens_of(text, context=context)
+        return PreparedChat(model, tokens, params, plan, warnings)
+
+    def plan(self, body: ChatRequest, text: ChatText) -> AnswerPlan:
+        thinking = Thinking(possible=text.splits, begun=text.splits and text.inside)
         return plan_answer(
             body.chosen_tools,
             body.guide,
@@ -208,14 +219,10 @@ class Service:
         )
 
     async def aside(self, body: SamplingFields, work: Callable[[], Result]) -> Result:
-        """Grammars and tools are read beside the event loop: they are strangers', maybe long."""
+        """Grammars are read beside the event loop: they are strangers', maybe long."""
         if not body.shaped:
             return work()
-        slow = BadRequest(
-            f"the shape of the answer could not be read within {SHAPE_SECONDS:g} seconds; simplify "
-            "it"
-        )
-        return await self.prompts.threads.run(work, seconds=SHAPE_SECONDS, refusal=slow)
+        return await self.prompts.aside(work, slow_shape)
 
     async def generate(
         self,
@@ -372,6 +379,8 @@ class EventStream(Response):
                 async for part in self.events:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
+                # where many answers end at once, all last events go before what is written down
+                await asyncio.sleep(0)
         except TimeoutError:
             self.ticket.fail(ClientGone("the client did not read its answer in time"))
         finally:

@@ -31,5 +31,5 @@ def add_anthropic(
     async def count_tokens(body: CountRequest) -> Response:
         """How many tokens the prompt of such a message has."""
         chat, _ = chat_of(body)
-        prompt = await service.of(chat.model).prompts.chat(chat)
-        return json_response({"input_tokens": len(prompt.tokens)})
+        tokens = await service.of(chat.model).prompts.chat(chat)
+        return json_response({"input_tokens": len(tokens)})
