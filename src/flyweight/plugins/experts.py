@@ -22,8 +22,7 @@ from torch import Tensor
 from flyweight.kernels import dispatch, jit
 from flyweight.kernels.linear.chosen_experts import ChosenExperts
 from flyweight.kernels.linear.fused import FusedLinear
-from flyweight.kernels.vptq import slots
-from flyweight.kernels.vptq.linear import VptqLinear
+from flyweight.kernels.vptq.slots import Stacked
 from flyweight.plugins import ahead, op
 from flyweight.tensors import QuantTensor, merge
 
@@ -131,8 +130,8 @@ class OneByOne:
     ) -> None:
         self.members = list(zip(gate_up, down, strict=True))
         self.activation = activation
-        stacked = [slots.stack(gate_up), slots.stack(down)]
-        self.stacked = [one for one in stacked if not isinstance(one, str)]
+        stacked = [Stacked.of(gate_up), Stacked.of(down)]
+        self.stacked = [one for one in stacked if isinstance(one, Stacked)]
         self.why = why
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
@@ -170,11 +169,7 @@ class OneByOne:
         """
         ids = chosen.flatten().long()
         products = x.new_empty(ids.numel(), x.shape[-1])
-        taken = [
-            slots.take(stacked, ids.clamp(min=0), like)
-            for stacked, like in zip(self.stacked, self.members[0], strict=True)
-            if isinstance(like, VptqLinear)
-        ]
+        taken = [stacked.take(ids.clamp(min=0)) for stacked in self.stacked]
         with jit.overlap(False):
             for pair, member in enumerate(zip(*taken, strict=True)):
                 token = pair // chosen.shape[-1]

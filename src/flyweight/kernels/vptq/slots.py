@@ -14,12 +14,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flyweight.kernels.linear.fused import FusedLinear
+from flyweight.kernels.linear.fused import FusedLinear, Segments
 from flyweight.kernels.vptq.layout import Layout
 from flyweight.kernels.vptq.linear import VptqLinear
 from flyweight.kernels.vptq.parts import Parts
 
 ALIGNED = 16  # bytes at which kernels read
+WORDS = ALIGNED // 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacked:
+    """The same linear of all experts."""
+
+    segments: tuple[Parts, ...]  # tensors have the experts as their first axis
+    like: FusedLinear  # one expert's
+
+    @classmethod
+    def of(cls, linears: Sequence[FusedLinear]) -> Stacked | str:
+        """Or why there is none. The linears' own weights become views of it."""
+        segments = []
+        for members in zip(*(linear.segments for linear in linears), strict=False):
+            found = stack(members)
+            if isinstance(found, str):
+                return found
+            segments.append(found)
+        if any(len(linear.segments) != len(segments) for linear in linears):
+            return "the experts have other numbers of parts"
+        return cls(tuple(segments), linears[0])
+
+    def take(self, experts: Tensor) -> list[FusedLinear]:
+        """A linear for each of `experts`, int64 on the device."""
+        taken: list[list[VptqLinear]] = []
+        for stacked, like in zip(self.segments, self.like.segments, strict=True):
+            assert isinstance(like, VptqLinear)
+            taken.append(take(stacked, experts, like))
+        if len(taken) == 1:
+            return list(taken[0])
+        return [Segments(parts) for parts in zip(*taken, strict=True)]
 
 
 def stack(linears: Sequence[FusedLinear]) -> Parts | str:
@@ -29,10 +61,9 @@ def stack(linears: Sequence[FusedLinear]) -> Parts | str:
     found = [linear for linear in linears if isinstance(linear, VptqLinear)]
     if len(found) < len(linears):
         return "some expert is not in VPTQ"
+    _pad_lists(found)
     if len({tuple(_outline(part) for part in linear.parts) for linear in found}) > 1:
         return "the experts' codebooks are of several sizes"
-    if any(part.sliced for part in found[0].parts):
-        return "codebooks that are cut into slices have lists of other lengths in every expert"
     whole = []
     for number, part in enumerate(found[0].parts):
         tensors = {}
@@ -67,6 +98,24 @@ def take(stacked: Parts, experts: Tensor, like: VptqLinear) -> list[VptqLinear]:
         )
         for slot in range(len(experts))
     ]
+
+
+def _pad_lists(linears: Sequence[VptqLinear]) -> None:
+    """Codebooks in slices have lists of items, of other lengths in every expert. `offsets` say
+    where each ends, so that nobody reads what is appended to either.
+    """
+    pad = torch.nn.functional.pad
+    for number in range(min(len(linear.parts) for linear in linears)):
+        parts = [linear.parts[number] for linear in linears]
+        longest = max(len(part.stream) for part in parts)
+        for linear, part in zip(linears, parts, strict=True):
+            if part.offsets is None:
+                continue
+            stream = pad(part.stream, (0, 0, 0, longest - len(part.stream)))
+            offsets = pad(part.offsets, (0, -len(part.offsets) % WORDS))
+            own = list(linear.parts)
+            own[number] = dataclasses.replace(part, stream=stream, offsets=offsets)
+            linear.parts = tuple(own)
 
 
 def _tensors(part: Layout) -> dict[str, Tensor]:
