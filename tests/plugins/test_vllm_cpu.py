@@ -61,14 +61,15 @@ def tokens(folder, ranks, site, dtype):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "form", "dtype"),
+    ("model", "form", "dtype"),
     [
-        ("int4", "compressed-tensors", "float32"),
-        ("int4", "awq", "float16"),  # the only types that vLLM takes with AWQ have 16 bits
-        ("w8a16", None, "float32"),
-        ("vptq", None, "float32"),
+        ("tiny:int4", "compressed-tensors", "float32"),
+        ("tiny:int4", "awq", "float16"),  # the only types that vLLM takes with AWQ have 16 bits
+        ("tiny:w8a16", None, "float32"),
+        ("tiny:vptq", None, "float32"),
+        ("tiny-moe:vptq", None, "float32"),
     ],
 )
-def test_two_processes_say_what_one_says(scheme, form, dtype, site, tmp_path):
-    folder = write_preset(f"preset:tiny:{scheme}", tmp_path / "model", format=form)
+def test_two_processes_say_what_one_says(model, form, dtype, site, tmp_path):
+    folder = write_preset(f"preset:{model}", tmp_path / "model", format=form)
     assert tokens(folder, 1, site, dtype) == tokens(folder, 2, site, dtype)
