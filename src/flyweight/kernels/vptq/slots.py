@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,9 +75,9 @@ def stack(linears: Sequence[FusedLinear]) -> Parts | str:
         for expert, linear in enumerate(found):
             own = {name: tensor[expert] for name, tensor in tensors.items()}
             parts = list(linear.parts)
-            parts[number] = dataclasses.replace(parts[number], **own)
+            parts[number] = _with(parts[number], own)
             linear.parts = tuple(parts)
-        whole.append(dataclasses.replace(part, **tensors))
+        whole.append(_with(part, tensors))
     return tuple(whole)
 
 
@@ -91,7 +92,7 @@ def take(stacked: Parts, experts: Tensor, like: VptqLinear) -> list[VptqLinear]:
     return [
         VptqLinear(
             tuple(
-                dataclasses.replace(part, **{name: one[slot] for name, one in copy.items()})
+                _with(part, {name: one[slot] for name, one in copy.items()})
                 for part, copy in zip(like.parts, copies, strict=True)
             ),
             ops=like.ops,
@@ -121,6 +122,10 @@ def _pad_lists(linears: Sequence[VptqLinear]) -> None:
 def _tensors(part: Layout) -> dict[str, Tensor]:
     values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _with(part: Layout, tensors: dict[str, Any]) -> Layout:
+    return dataclasses.replace(part, **tensors)
 
 
 def _outline(part: Layout) -> tuple[object, ...]:
