@@ -10,6 +10,7 @@ experts whole: what it returns is its part of the sum.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +109,13 @@ def together(
     found = ChosenExperts.of(gate_up, down, chosen=chosen)
     if isinstance(found, ChosenExperts):
         return found
-    return OneByOne(gate_up, down, activation, why=found)
+    tell_once(found)
+    return OneByOne(gate_up, down, activation)
+
+
+@functools.cache
+def tell_once(why: str) -> None:
+    logger.info("Flyweight runs experts one by one: %s", why)
 
 
 class OneByOne:
@@ -125,14 +132,11 @@ class OneByOne:
         gate_up: Sequence[FusedLinear],
         down: Sequence[FusedLinear],
         activation: str,
-        *,
-        why: str,
     ) -> None:
         self.members = list(zip(gate_up, down, strict=True))
         self.activation = activation
         stacked = [Stacked.of(gate_up), Stacked.of(down)]
         self.stacked = [one for one in stacked if isinstance(one, Stacked)]
-        self.why = why
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         if x.device.type != "cuda":
@@ -183,7 +187,7 @@ class OneByOne:
         weights = shares.new_zeros(len(x), count).scatter_add_(1, ids, shares)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, member in enumerate(self.members):
-            out.addcmul_(self.run(member, x), weights[:, expert + 1, None])
+            out.addcmul_(self.run(member, x).float(), weights[:, expert + 1, None])
         return out.to(x.dtype)
 
 
