@@ -5,6 +5,7 @@ differ, by how much.
     python benchmarks/vllm_agreement.py --model smollm2-135m --text valid.txt --out rows.jsonl
 
 Rows name whose kernels multiplied: `vllm-plugin` with ours, `vllm` without (`FLYWEIGHT_VLLM=off`).
+`--steps make` writes the folders and our own half, which `--steps compare` then finds in `--work`.
 Each folder is rounded to nearest and written in one of the formats; vLLM gives the
 log-probabilities of a prompt of 512 tokens (`prompt_logprobs`), Flyweight those of its exact path
 (weights dequantized to float32, activations quantized only where the format says so). vLLM computes
@@ -25,6 +26,7 @@ import argparse
 import gc
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ TIES = 0.1  # natural log
 SLACK = 1.5
 ACTIVATIONS = ("w8a8", "fp8")
 POSITIONS = 512
+STEPS = ("make", "compare")
 
 
 def ours(folder: Path, ids: list[int], device: str, rounded: torch.dtype | None = None) -> Tensor:
@@ -97,6 +100,7 @@ def theirs(folder: Path, ids: list[int], dtype: str) -> tuple[Places, dict[str, 
         enforce_eager=True,
         max_model_len=2 * POSITIONS,
         max_num_seqs=4,
+        max_num_batched_tokens=2 * POSITIONS,
         gpu_memory_utilization=0.05,
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -170,6 +174,57 @@ def compare(
     }
 
 
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A folder, the text and what our exact path says of it."""
+
+    folder: Path
+    ids: list[int]
+    expected: Tensor
+    rounded: Tensor | None  # the same with rounded inputs, where activations have 8 bits
+
+
+def make(name: str, options: argparse.Namespace) -> Made:
+    form, settings = FOLDERS[name]
+    folder = options.work / name
+    recipe = Recipe.from_dict({"name": name, "solver": "rtn"} | settings, name)
+    quantize(
+        options.model,
+        output=folder,
+        recipe=recipe,
+        format=form,
+        device=options.device,
+        overwrite=True,
+    )
+    text = options.text.read_text(encoding="utf-8")
+    ids = encode(Checkpoint(folder).tokenizer(), text)[0][:POSITIONS]
+    rounded = None
+    if name in ACTIVATIONS:
+        rounded = ours(folder, ids, options.device, getattr(torch, options.dtype))
+    return Made(folder, ids, ours(folder, ids, options.device), rounded)
+
+
+def kept(name: str, options: argparse.Namespace) -> Path:
+    """Where what was made stays between a run that makes it and one that compares."""
+    found: Path = options.work / f"{name}.made"
+    return found
+
+
+def compared(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    place = kept(name, options)
+    if "make" in options.steps:
+        made = make(name, options)
+    else:
+        made = Made(**torch.load(place, weights_only=False))
+    if "compare" not in options.steps:
+        torch.save(vars(made), place)
+        return {"made": str(made.folder)}
+    found, kernels = theirs(made.folder, made.ids, options.dtype)
+    facts = compare(made.expected, found, made.ids, made.rounded)
+    checkpoint = Checkpoint(made.folder).hash()
+    return facts | dict(linear_kernels=kernels, checkpoint=checkpoint, text=options.text.name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,60 +235,32 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--work", type=Path, default=Path("vllm-agreement.work"))
+    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    environment, file = environment_row(options.device), ResultFile(options.out)
-    file.append([environment])
     active = bool(plugin.wanted_parts(os.environ.get(plugin.SETTING, "")))
-    (plugin.register if active else plugin.withdraw)()
+    environment, file = environment_row(options.device), ResultFile(options.out)
+    if "compare" in options.steps:
+        file.append([environment])
+        (plugin.register if active else plugin.withdraw)()
     for name in options.folders:
-        form, settings = FOLDERS[name]
         shared = dict(
             check="vllm",
             tool="vllm",
             model=Path(options.model).name,
             scheme=name,
-            format=form,
+            format=FOLDERS[name][0],
             weights="trained",
             dtype=options.dtype,
             backend="vllm-plugin" if active else "vllm",
         )
         try:
-            folder = options.work / name
-            recipe = Recipe.from_dict({"name": name, "solver": "rtn"} | settings, name)
-            quantize(
-                options.model,
-                output=folder,
-                recipe=recipe,
-                format=form,
-                device=options.device,
-                overwrite=True,
-            )
-            checkpoint = Checkpoint(folder)
-            ids = encode(checkpoint.tokenizer(), options.text.read_text(encoding="utf-8"))[0][
-                :POSITIONS
-            ]
-            rounded = (
-                ours(folder, ids, options.device, getattr(torch, options.dtype))
-                if name in ACTIVATIONS
-                else None
-            )
-            found, kernels = theirs(folder, ids, options.dtype)
-            facts = compare(ours(folder, ids, options.device), found, ids, rounded) | dict(
-                linear_kernels=kernels
-            )
-            row = make_row(
-                "quality",
-                environment["id"],
-                checkpoint=checkpoint.hash(),
-                text=options.text.name,
-                **shared,
-                **facts,
-            )
+            row = make_row("quality", environment["id"], **shared, **compared(name, options))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"[:800]
             row = make_row("quality", environment["id"], status="failed", reason=reason, **shared)
-        file.append([row])
+        if "compare" in options.steps:
+            file.append([row])
         print(json.dumps(row), flush=True)
 
 

@@ -40,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection
@@ -77,8 +77,20 @@ GREEDY = "greedy"
 THEN = "then"
 
 
+MOST_CAPTURED = 512  # tokens of one step that vLLM captures by itself, in pieces where it compiles
+
+
+def captured_sizes(side: str, shapes: Sequence[Workload]) -> list[int]:
+    """Of decode steps; where vLLM compiles, also of the prompts that it would capture by itself."""
+    found = {shape.batch for shape in shapes}
+    if side not in MODES:
+        prompts = {shape.batch * shape.input for shape in shapes}
+        found |= {tokens for tokens in prompts if tokens <= MOST_CAPTURED}
+    return sorted(found)
+
+
 def engine_options(side: str, sizes: list[int], cache_gb: int, more: list[str]) -> dict[str, Any]:
-    """Of vLLM. `sizes`: batches whose decode steps are captured."""
+    """Of vLLM. `sizes`: tokens of steps that are captured."""
     # the share is only looked at before the start, when others may have begun to load already
     extra: dict[str, Any] = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=cache_gb << 30)
     if not sizes:
@@ -385,11 +397,11 @@ class Bench:
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
         order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
         order |= dict(traceback_seconds=self.options.traceback_seconds, layers=self.subject.layers)
-        sizes = sorted({shape.batch for shape in self.subject.shapes})
         for engine in self.engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
             else:
+                sizes = captured_sizes(engine.side, self.subject.shapes)
                 extra = engine_options(engine.side, sizes, self.cache_gb, self.options.option)
                 engine.begin(order | dict(limits=vllm, extra=extra))
 

@@ -10,6 +10,7 @@ from tuning import retune
 from flyweight import gpu
 from flyweight.kernels import reference, residual, workspace
 from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
+from flyweight.kernels.linear.chosen_experts import ChosenExperts
 from flyweight.kernels.linear.experts import GroupedExperts, Routing
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced
@@ -250,6 +251,29 @@ def error_of_experts(kind, tokens):
             want[token] += share * product[0]
     assert int(ready) == 0
     return error(out.double() - x.double(), want)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("sparse-int4:64", 2), ("int4:64", 12)])
+def test_experts_that_another_router_has_chosen_come_back_added_up(kind, tokens):
+    """Experts below 0 are another GPU's: some of the first token's, all of the last one's, and then everybody's."""
+    count, chosen, hidden, width = 6, 2, 192, 64
+    tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
+    layer = ChosenExperts(experts.stack([linear_of(first, activation="silu") for first, _ in tensors]),
+                          experts.stack([linear_of(second) for _, second in tensors]), torch.empty(0, hidden),
+                          torch.zeros(1, dtype=torch.int32), Routing(count, chosen, normalize=False))
+    x, shares = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, chosen)
+    ids = torch.stack([torch.randperm(count)[:chosen] for _ in range(tokens)]).int()
+    ids[-1], ids[0, 1] = -1, -1
+    got = layer(x, shares, ids)
+    for token in range(tokens):
+        want = torch.zeros(hidden, dtype=torch.double)
+        for expert, share in zip(ids[token].tolist(), shares[token].double(), strict=True):
+            if expert >= 0:
+                gate, up = tensors[expert][0].matmul_reference(x[token : token + 1]).chunk(2, -1)
+                product = tensors[expert][1].matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16())
+                want += share * product[0]
+        assert error(got[token], want) < 2e-2 if want.any() else not got[token].any()
+    assert int(layer.ready) == 0 and not layer(x, shares, torch.full_like(ids, -1)).any()
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -110,6 +110,31 @@ class ParallelLMHead(torch.nn.Module):
     pass
 
 
+class RoutedExperts(torch.nn.Module):
+    """The experts of a layer, and which rank's; `places`: of each, with expert parallelism."""
+
+    def __init__(self, count, chosen, rank=0, ranks=1, places=None, activation="silu"):
+        super().__init__()
+        self.moe_config = SimpleNamespace(tp_rank=rank, tp_size=ranks)
+        self.global_num_experts = count
+        self.top_k = chosen
+        self.activation = SimpleNamespace(value=activation)
+        self.expert_map = places
+        self.apply_router_weight_on_input = False
+        self.ckpt_gate_proj_name = "gate_proj"
+        self.ckpt_up_proj_name = "up_proj"
+        self.ckpt_down_proj_name = "down_proj"
+
+
+class FusedMoEMethodBase:
+    def __init__(self, moe):
+        self.moe = moe
+
+
+class SharedExpertsOrder(Enum):
+    MK_INTERNAL_OVERLAPPED = 2
+
+
 def fill_formats(tree):
     layers = "vllm.model_executor.layers"
     registered = {}
@@ -122,6 +147,10 @@ def fill_formats(tree):
     tree[f"{layers}.linear"].LinearBase = LinearBase
     tree[f"{layers}.linear"].LinearMethodBase = object
     tree[f"{layers}.vocab_parallel_embedding"].ParallelLMHead = ParallelLMHead
+    experts = f"{layers}.fused_moe"
+    tree[experts].RoutedExperts = RoutedExperts
+    tree[f"{experts}.fused_moe_method_base"].FusedMoEMethodBase = FusedMoEMethodBase
+    tree[f"{experts}.runner.shared_experts"].SharedExpertsOrder = SharedExpertsOrder
 
 
 def install(monkeypatch, version="0.33.0", *, cpu=True):
@@ -136,6 +165,10 @@ def install(monkeypatch, version="0.33.0", *, cpu=True):
             "vllm.model_executor.kernels",
             "vllm.model_executor.kernels.linear",
             "vllm.model_executor.layers",
+            "vllm.model_executor.layers.fused_moe",
+            "vllm.model_executor.layers.fused_moe.fused_moe_method_base",
+            "vllm.model_executor.layers.fused_moe.runner",
+            "vllm.model_executor.layers.fused_moe.runner.shared_experts",
             "vllm.model_executor.layers.linear",
             "vllm.model_executor.layers.quantization",
             "vllm.model_executor.layers.quantization.base_config",
@@ -166,6 +199,6 @@ def install(monkeypatch, version="0.33.0", *, cpu=True):
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(tree[parent], last, module)
-    for name in ("kernels", "formats"):  # they hold classes of the tree before
+    for name in ("kernels", "formats", "experts"):  # they hold classes of the tree before
         monkeypatch.delitem(sys.modules, f"flyweight.plugins.vllm.{name}", raising=False)
     return linear

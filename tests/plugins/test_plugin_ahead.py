@@ -17,22 +17,20 @@ WEIGHTS = {
 
 
 def outline(kind):
-    return WEIGHTS[kind]().map(ahead._without_values)
+    return ahead.outline_of(WEIGHTS[kind]())
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_an_outline_has_no_values_and_can_be_sent(kind):
     sent = pickle.loads(pickle.dumps(outline(kind)))
-    assert ahead._name(sent, torch.float16, False) == ahead._name(
-        outline(kind), torch.float16, False
-    )
+    assert ahead.name_of(sent) == ahead.name_of(outline(kind))
     assert sent.matrix_shape == (64, 256)
     assert all(value.is_meta for value in sent.fields().values() if torch.is_tensor(value))
 
 
 def test_weights_that_need_other_kernels_have_other_names():
     names = {
-        ahead._name(outline(kind), dtype, bias)
+        ahead.NotedLinear([outline(kind)], dtype, bias).name
         for kind in WEIGHTS
         for dtype in (torch.float16, torch.bfloat16)
         for bias in (False, True)

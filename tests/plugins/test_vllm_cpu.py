@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from flyweight.models.random_folder import write_preset
+from flyweight.quant.quantize import quantize
+from flyweight.quant.recipe import Recipe
 
 pytestmark = [
     pytest.mark.interop,
@@ -25,7 +27,7 @@ if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     folder, ranks, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     engine = LLM(folder, dtype=dtype, max_model_len=128, max_num_seqs=2, enforce_eager=True,
-                 tensor_parallel_size=ranks, skip_tokenizer_init=True)
+                 tensor_parallel_size=ranks, skip_tokenizer_init=True, **json.loads(sys.argv[4]))
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in ([1, 450, 17, 99], [33, 2048, 7])]
     answers = engine.generate(prompts, params, use_tqdm=False)
@@ -44,13 +46,13 @@ def site(tmp_path_factory):
     return info.parent
 
 
-def tokens(folder, ranks, site, dtype):
+def tokens(folder, ranks, site, dtype="float32", **options):
     path = os.pathsep.join([str(SOURCE), str(site)])
     settings = dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     script = site / "generate.py"
     script.write_text(SCRIPT)
     found = subprocess.run(
-        [sys.executable, str(script), str(folder), str(ranks), dtype],
+        [sys.executable, str(script), str(folder), str(ranks), dtype, json.dumps(options)],
         env=os.environ | settings | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -61,14 +63,31 @@ def tokens(folder, ranks, site, dtype):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "form", "dtype"),
+    ("model", "form", "dtype"),
     [
-        ("int4", "compressed-tensors", "float32"),
-        ("int4", "awq", "float16"),  # the only types that vLLM takes with AWQ have 16 bits
-        ("w8a16", None, "float32"),
-        ("vptq", None, "float32"),
+        ("tiny:int4", "compressed-tensors", "float32"),
+        ("tiny:int4", "awq", "float16"),  # the only types that vLLM takes with AWQ have 16 bits
+        ("tiny:w8a16", None, "float32"),
+        ("tiny:vptq", None, "float32"),
+        ("tiny-moe:vptq", None, "float32"),
     ],
 )
-def test_two_processes_say_what_one_says(scheme, form, dtype, site, tmp_path):
-    folder = write_preset(f"preset:tiny:{scheme}", tmp_path / "model", format=form)
+def test_two_processes_say_what_one_says(model, form, dtype, site, tmp_path):
+    folder = write_preset(f"preset:{model}", tmp_path / "model", format=form)
     assert tokens(folder, 1, site, dtype) == tokens(folder, 2, site, dtype)
+
+
+def test_experts_of_several_kinds_are_cut_by_outputs_and_inputs_or_by_numbers(site, tmp_path):
+    original = write_preset("preset:tiny-moe:fp32", tmp_path / "original")
+    rules = [{"match": "*.v_proj", "bits": 8}, {"match": "*.experts.3.*", "bits": 8}]
+    recipe = dict(name="mixed", solver="rtn", bits=4, group_size=32, layers=rules)
+    quantize(
+        str(original),
+        output=tmp_path / "model",
+        recipe=Recipe.from_dict(recipe, "mixed"),
+        format="compressed-tensors",
+        device="cpu",
+    )
+    whole = tokens(tmp_path / "model", 1, site)
+    assert tokens(tmp_path / "model", 2, site) == whole
+    assert tokens(tmp_path / "model", 2, site, enable_expert_parallel=True) == whole

@@ -145,8 +145,7 @@ def test_what_is_not_in_the_files_or_not_a_linear_is_named(model):
         load(model, "model.layers.7.self_attn.o_proj", [128], 128)
     assert model.config.get_quant_method(torch.nn.Module(), "model.norm") is None
     assert model.config.get_quant_method(fake_vllm.ParallelLMHead(), "lm_head") is None
-    with pytest.raises(UnsupportedError, match="experts"):
-        model.config.get_quant_method(type("RoutedExperts", (torch.nn.Module,), {})(), "mlp")
+    assert model.config.get_quant_method(fake_vllm.RoutedExperts(4, 2), "mlp.experts") is None
 
 
 def group(**weights):
@@ -178,11 +177,3 @@ def group(**weights):
 )
 def test_which_folders_are_ours(settings, asked, expected):
     assert claims(settings, asked) is expected
-
-
-def test_mixtures_of_experts_stay_with_vllm():
-    settings = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"a": group(), "b": group()},
-    }
-    assert not claims(settings, None, SimpleNamespace(num_experts=8))

@@ -22,6 +22,8 @@ def test_widths_of_what_is_cut_by_inputs():
     assert sharding.linear_widths(config()) == [256, 512]
     assert sharding.linear_widths(config(), 2) == [128, 256, 512]
     assert sharding.linear_widths(config(), 8) == [32, 64, 256, 512]
+    experts = ModelConfig.from_dict(preset_config("tiny-moe") | dict(moe_intermediate_size=320))
+    assert 320 // 4 in sharding.linear_widths(experts, 4)
 
 
 def test_what_cannot_be_divided_is_refused_before_the_work():

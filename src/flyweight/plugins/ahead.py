@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +39,20 @@ MOST_SECONDS = 900
 STEPS = (1, 2, 4, *range(8, 65, 8))  # rows of decode steps that engines capture
 logger = logging.getLogger("vllm.flyweight")
 
-# the parts of a linear without values, its type, and whether it has a bias
-Noted = tuple[list[QuantTensor], torch.dtype, bool]
+
+class Noted(Protocol):
+    """Something without values whose kernels are to be compiled. It is sent to the second
+    process.
+    """
+
+    @property
+    def name(self) -> str:
+        """What asks for other kernels has another one."""
+
+    def run(self, rows: Sequence[int]) -> None:
+        """Everything that it launches for so many rows each, in a dry run."""
+
+
 _noted: dict[str, Noted] = {}
 
 
@@ -52,25 +65,52 @@ def lay_out(
     return dispatch.prepare_all(segments, dtype=dtype, bias=bias)
 
 
-def note(segments: Sequence[QuantTensor], dtype: torch.dtype, *, bias: bool) -> None:
-    """A linear that is laid out for a GPU."""
-    if segments[0].device.type != "cuda" or gpu.is_pretended():
-        return
-    outlines = [Sparse24.find(one).map(_without_values) for one in segments]
-    name = " | ".join(_name(one, dtype, bias) for one in outlines)
-    _noted.setdefault(name, (outlines, dtype, bias))
+@dataclass(frozen=True, eq=False)
+class NotedLinear:
+    """Of one layer: its parts, and whether it has a bias."""
+
+    segments: list[QuantTensor]
+    dtype: torch.dtype
+    bias: bool
+
+    @property
+    def name(self) -> str:
+        return " | ".join(f"{name_of(one)} {self.dtype} {self.bias}" for one in self.segments)
+
+    def run(self, rows: Sequence[int]) -> None:
+        outputs = sum(one.matrix_shape[0] for one in self.segments)
+        inputs = self.segments[0].matrix_shape[1]
+        bias = torch.empty(outputs, dtype=self.dtype, device=DEVICE) if self.bias else None
+        segments = [one.map(on_gpu) for one in self.segments]
+        linear = lay_out(segments, dtype=self.dtype, bias=bias)
+        for count in rows:
+            linear(torch.empty(count, inputs, dtype=self.dtype, device=DEVICE))
+
+
+def compiles(weight: QuantTensor) -> bool:
+    """Whether kernels are compiled for it: on a GPU that is there."""
+    return weight.device.type == "cuda" and not gpu.is_pretended()
+
+
+def note(one: Noted) -> None:
+    _noted.setdefault(one.name, one)
+
+
+def outline_of(weight: QuantTensor) -> QuantTensor:
+    """The same without values, as it will be laid out."""
+    return Sparse24.find(weight).map(_without_values)
 
 
 def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _name(outline: QuantTensor, dtype: torch.dtype, bias: bool) -> str:
-    fields: list[str] = [outline.kind, str(outline.matrix_shape), str(dtype), str(bias)]
+def name_of(outline: QuantTensor) -> str:
+    fields: list[str] = [outline.kind, str(outline.matrix_shape)]
     for name, value in sorted(outline.fields().items()):
         told = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
         inner = isinstance(value, QuantTensor)
-        fields.append(f"{name}={_name(value, dtype, bias) if inner else told}")
+        fields.append(f"{name}={name_of(value) if inner else told}")
     return " ".join(fields)
 
 
@@ -156,20 +196,15 @@ def row_counts(device: Gpu, most: int = MOST_ROWS) -> list[int]:
     return sorted({rows for rows in (*STEPS, *prompts, *near) if 0 < rows <= most})
 
 
-def _on_gpu(outline: Tensor) -> Tensor:
+def on_gpu(outline: Tensor) -> Tensor:
     return torch.empty(outline.shape, dtype=outline.dtype, device=DEVICE)
 
 
 def wanted_by(noted: Sequence[Noted], device: Gpu, rows: Sequence[int]) -> set[jit.Wanted]:
     """The kernels that these weights ask for, found in a dry run; of this process and for good."""
     with dry_run(device):
-        for outlines, dtype, has_bias in noted:
-            outputs = sum(one.matrix_shape[0] for one in outlines)
-            inputs = outlines[0].matrix_shape[1]
-            bias = torch.empty(outputs, dtype=dtype, device=DEVICE) if has_bias else None
-            linear = lay_out([one.map(_on_gpu) for one in outlines], dtype=dtype, bias=bias)
-            for count in rows:
-                linear(torch.empty(count, inputs, dtype=dtype, device=DEVICE))
+        for one in noted:
+            one.run(rows)
     return jit.wanted
 
 

@@ -42,7 +42,7 @@ def _linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
 
 def multiply(x: Tensor, by: RepeatedLinear) -> Tensor:
     if ahead.has_noted():
-        _begin()
+        begin()
     return by(x)
 
 
@@ -55,7 +55,7 @@ _library.impl("linear", _linear, "CPU")
 torch.library.register_fake("flyweight::linear", _shape_only, lib=_library)
 
 
-def _begin() -> None:
+def begin() -> None:
     """Of the first product after weights were laid out."""
     logger.info("Flyweight: %d weights laid out in %.1f s", len(_linears), sum(_seconds))
     _seconds.clear()
@@ -85,13 +85,20 @@ def prepare(
     parts: list[QuantTensor], *, dtype: torch.dtype, bias: Tensor | None = None
 ) -> FusedLinear:
     """One linear of the parts of a merged projection, laid out for the device that they are on."""
-    begin = time.perf_counter()
     segments = merge(parts)
-    with floats_by_default():
-        ahead.note(segments, dtype, bias=bias is not None)
-        found = ahead.lay_out(segments, dtype=dtype, bias=bias)
-    _seconds.append(time.perf_counter() - begin)
-    return found
+    with timed(), floats_by_default():
+        if ahead.compiles(segments[0]):
+            outlines = [ahead.outline_of(one) for one in segments]
+            ahead.note(ahead.NotedLinear(outlines, dtype, bias is not None))
+        return ahead.lay_out(segments, dtype=dtype, bias=bias)
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[None]:
+    """Time that weights take to be laid out, of which the first product tells."""
+    started = time.perf_counter()
+    yield
+    _seconds.append(time.perf_counter() - started)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 // The two ends of a layer of experts: which expert gets which token, and the sum of what they made of it.
 //
 //   route     logits = router · norm(x), shares = the CHOSEN largest of softmax(logits), and a place for each (token, choice)
-//   combine   out[t] = residual[t] + sum_j share[t, j] · y[place[t, j]]  (+ gate[t] · shared[t])
+//   combine   out[t] = residual[t] + sum_j share[t, j] · y[place[t, j]]  (+ gate[t] · shared[t]); RESIDUAL 0: without the first term
+//   place_chosen   the places alone, of experts and shares that somebody else has chosen
 //
 // SIGMOID: shares are the experts' own sigmoid(logit). BIASED: a number for each expert, added to its logit, or (SIGMOID) to
 // its share for the choice alone. GROUPS: experts in as many equal groups, of which CHOSEN_GROUPS are looked into: those with the
@@ -26,7 +27,7 @@
 // early gets two CTAs of the next kernel and another none.
 //
 // defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, SHARED (GATE), NORMALIZE, SIGMOID (0), BIASED (0), GROUPS (1), CHOSEN_GROUPS (1), ROWS,
-// TILE, BY_TOKEN, JOINED (0), RING (2)
+// TILE, BY_TOKEN, JOINED (0), RING (2), RESIDUAL (1)
 #include "common.cuh"
 #include "patience.cuh"
 
@@ -48,6 +49,9 @@
 #endif
 #ifndef RING
 #define RING 2
+#endif
+#ifndef RESIDUAL
+#define RESIDUAL 1
 #endif
 constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
 constexpr int PER_ROW = WARPS / ROWS, PIECES = KDIM / 8;  // warps of a token; 8 inputs each
@@ -317,6 +321,36 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   end_launch(THREADS);
 }
 
+// One CTA, which nothing may overlap on its front: experts.cu must find `tiles` 0 until all is arranged. An expert below 0 is
+// another GPU's; where all are, expert 0 gets a tile that nobody looks at, since the kernels after this one wait for some.
+extern "C" __global__ void __launch_bounds__(THREADS)
+place_chosen(const int* chosen, const float* given, float* shares, int* place, int* source, int* expert_of, int* tiles, int tokens
+             LAUNCH_ARGUMENTS) {
+  BEGIN_LAUNCH;
+  launch_dependents();
+  wait_for_inputs();
+  __shared__ int own;
+  if (threadIdx.x == 0) own = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < tokens * CHOSEN; i += THREADS) {
+    const bool here = chosen[i] >= 0;
+    shares[i] = here ? given[i] : 0.f;
+    if (here) own = 1;
+  }
+  __syncthreads();
+  if (own) {
+    arrange(chosen, place, source, expert_of, tiles, tokens * CHOSEN);
+    return end_launch(THREADS);
+  }
+  for (int i = threadIdx.x; i < tokens * CHOSEN; i += THREADS) place[i] = 0;
+  for (int i = threadIdx.x; i < (BY_TOKEN ? 0 : TILE); i += THREADS) source[i] = -1;
+  if (threadIdx.x == 0) expert_of[0] = 0;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release(tiles, 1);
+  end_launch(THREADS);
+}
+
 // Two outputs a thread, CTAs striding over all of them.
 extern "C" __global__ void __launch_bounds__(THREADS)
 combine(const u16* y, const int* place, const float* shares, const u16* shared, const float* gates, const u16* residual, u16* out,
@@ -327,7 +361,7 @@ combine(const u16* y, const int* place, const float* shares, const u16* shared, 
   if (blockIdx.x == 0 && threadIdx.x == 0) tiles[0] = 0;
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < tokens * (KDIM / 2); i += gridDim.x * THREADS) {
     const int token = i / (KDIM / 2), column = i % (KDIM / 2);
-    const u32 old = ((const u32*)residual)[i];
+    const u32 old = RESIDUAL ? ((const u32*)residual)[i] : 0;
     float low = 0, high = 0;
 #pragma unroll
     for (int j = 0; j < CHOICES; j++) {

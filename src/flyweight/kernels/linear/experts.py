@@ -347,14 +347,14 @@ class GroupedExperts:
         self,
         y: Tensor,
         routed: Routed,
-        residual: Tensor,
+        residual: Tensor | None,
         out: Tensor,
         *,
         shared: Tensor | None = None,
     ) -> None:
         """out = residual + each token's experts by their shares (+ the shared one by its gate)."""
         device = gpu.of(y.device)
-        count = math.ceil(residual.numel() / 512)
+        count = math.ceil(out.numel() / 512)
         args = (
             y,
             routed.place,
@@ -364,25 +364,35 @@ class GroupedExperts:
             residual,
             out,
             routed.tiles,
-            len(residual),
+            len(out),
         )
         grid = max(min(count, 16 * device.processors), device.processors)
-        kernel = self._kernel("combine", routed, residual, 1, 0, shared=shared is not None)
+        own = {} if residual is not None else {"RESIDUAL": 0}
+        kernel = self._kernel("combine", routed, out, 1, 0, shared=shared is not None, **own)
         kernel.launch(
             grid, THREADS, args, shared=reserved(device) * (routed.source is None), pdl=True
         )
 
     def _kernel(
-        self, name: str, routed: Routed, x: Tensor, rows: int, ring: int, *, shared: bool
+        self,
+        name: str,
+        routed: Routed,
+        x: Tensor,
+        rows: int,
+        ring: int,
+        *,
+        shared: bool,
+        **own: int,
     ) -> jit.Kernel:
-        """`ring`: of a route of few tokens, else 0."""
+        """`ring`: of a route of few tokens, else 0. `own`: defines of this kernel alone."""
         defines = {
+            **own,
             **self.routing.defines,
             "FP16": int(x.dtype == torch.float16),
             "KDIM": x.shape[1],
             "GATE": int(self.gated),
             "ROWS": rows,
-            "TILE": routed.tile if name == "route" else 16,  # of which a sum knows nothing
+            "TILE": 16 if name == "combine" else routed.tile,  # of which a sum knows nothing
             "BY_TOKEN": int(ring > 0),
         }
         if ring > 2:
@@ -395,10 +405,11 @@ class GroupedExperts:
             defines["SHARED"] = 1
         return jit.load("route.cu", defines=defines).kernel(name)
 
-    def multiply(self, x: Tensor, routed: Routed, *, norm: Norm) -> Tensor:
+    def multiply(self, x: Tensor, routed: Routed, *, norm: Norm | None) -> Tensor:
         """The experts' own answers [rows, hidden], in the places that the route gave them."""
         if routed.source is None:
-            return few_rows(self.down, few_rows(self.gate_up, x, routed, norm=norm), routed)
+            gated = few_rows(self.gate_up, x, routed, norm=norm)
+            return few_rows(self.down, gated, routed, per_slot=True)
         gated = many_rows(self.gate_up, x, routed, source=routed.source, norm=norm)
         return many_rows(self.down, gated, routed)
 
@@ -410,8 +421,15 @@ def reserved(device: Gpu) -> int:
     return device.shared_least + 2 * KB
 
 
-def few_rows(weight: TiledWeight, x: Tensor, routed: Routed, *, norm: Norm | None = None) -> Tensor:
-    """experts.cu. x [tokens, in] for all experts, or [rows, in] with the rows of each."""
+def few_rows(
+    weight: TiledWeight,
+    x: Tensor,
+    routed: Routed,
+    *,
+    norm: Norm | None = None,
+    per_slot: bool = False,
+) -> Tensor:
+    """experts.cu. x [tokens, in] for all experts, or (`per_slot`) [rows, in], each its own."""
     rows = routed.tile
     device = gpu.of(x.device)
     plan = gemv.fitting_plan(weight.matrix, rows, device, tiles=16)
@@ -420,9 +438,8 @@ def few_rows(weight: TiledWeight, x: Tensor, routed: Routed, *, norm: Norm | Non
     defines = gemv.defines(
         weight, rows, plan, device, norm=norm is not None, epilogue=weight.epilogue(None)
     )
-    kernel = jit.load("experts.cu", defines=defines | {"PER_SLOT": int(norm is None)}).kernel(
-        "experts"
-    )
+    defines |= {"PER_SLOT": int(per_slot)}
+    kernel = jit.load("experts.cu", defines=defines).kernel("experts")
     args = (
         weight.weights,
         weight.records,

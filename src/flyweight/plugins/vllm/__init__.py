@@ -82,7 +82,9 @@ def withdraw() -> None:
 
 
 def kernels_of(model: Any) -> dict[str, int]:
-    """How many linears of a loaded model of vLLM are run by which class, ours and vLLM's."""
+    """How many linears and layers of experts of a loaded model of vLLM are run by which class, ours
+    and vLLM's.
+    """
     found: Counter[str] = Counter()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -90,7 +92,7 @@ def kernels_of(model: Any) -> dict[str, int]:
         kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
         kernel = getattr(kernel, "other", None) or kernel or method
         linear = hasattr(module, "input_size") and hasattr(module, "skip_bias_add")
-        if kernel is not None and linear:
+        if kernel is not None and (linear or hasattr(module, "local_num_experts")):
             found[type(kernel).__name__] += 1
     return dict(found)
 

@@ -6,15 +6,14 @@ from typing import Any
 
 NAME = "flyweight"
 OURS = ("vptq",)  # quant_methods that vLLM does not know
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def claims(settings: dict[str, Any], asked: str | None, config: Any = None) -> bool:
+def claims(settings: dict[str, Any], asked: str | None) -> bool:
     """`settings`: the folder's quantization_config; `asked`: --quantization of the user.
 
-    vLLM runs the parts of a merged projection (qkv, gate/up) in one scheme. Integers in several
-    groups of schemes, as mixed recipes write them, are therefore read here; a mixture of experts
-    is not, since its experts are vLLM's.
+    vLLM runs the parts of a merged projection (qkv, gate/up) in one scheme, and so all experts of
+    a layer. Integers in several groups of schemes, as mixed recipes write them, are therefore read
+    here.
     """
     if asked is not None:
         return asked == NAME
@@ -23,8 +22,6 @@ def claims(settings: dict[str, Any], asked: str | None, config: Any = None) -> b
         return True
     groups = settings.get("config_groups")
     if method != "compressed-tensors" or not isinstance(groups, dict) or len(groups) < 2:
-        return False
-    if any(getattr(config, name, None) for name in EXPERTS):
         return False
     return all(_plain_integers(group) for group in groups.values())
 

@@ -3,8 +3,8 @@
 vLLM's loader walks the tensors of the files and asks a parameter of the same name to take each.
 Here those parameters are empty and take nothing: when the loader is done, our own reader (strict,
 memory-mapped) reads the weights of a layer by name, `shards` cuts out this rank's part, and the
-layer becomes one linear of ours. So every format that `flyweight` reads works, and nothing is
-written twice.
+layer becomes one linear of ours, or (vllm/experts.py) one layer of experts. So every format that
+`flyweight` reads works, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -26,6 +27,8 @@ from flyweight.errors import UnsupportedError
 from flyweight.plugins.layer import KEY, take
 from flyweight.plugins.shards import inputs_of, outputs_of
 from flyweight.plugins.vllm.claims import NAME, claims
+from flyweight.plugins.vllm.experts import FlyweightExpertsMethod
+from flyweight.plugins.vllm.unfilled import add_module_path
 from flyweight.tensors import QuantTensor
 
 
@@ -42,6 +45,12 @@ def is_quantized(checkpoint: Checkpoint, prefix: str) -> bool:
     """Whether there is more of it than a weight; a tied head has nothing at all."""
     plain = (f"{prefix}.weight", f"{prefix}.bias")
     return any(name.startswith(f"{prefix}.") and name not in plain for name in checkpoint.names())
+
+
+def is_quantized_below(checkpoint: Checkpoint, prefix: str) -> bool:
+    """Whether any module inside has more than a weight."""
+    inside = (name for name in checkpoint.names() if name.startswith(f"{prefix}."))
+    return any(not name.endswith((".weight", ".bias")) for name in inside)
 
 
 @register_quantization_config(NAME)
@@ -80,7 +89,7 @@ class FlyweightConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        return NAME if claims(hf_quant_cfg, user_quant, hf_config) else None
+        return NAME if claims(hf_quant_cfg, user_quant) else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
@@ -91,10 +100,8 @@ class FlyweightConfig(QuantizationConfig):
             )
         if isinstance(layer, ParallelLMHead) and is_quantized(opened(self.model), prefix):
             raise UnsupportedError(f"{prefix}: vLLM runs the head in 16 bits; leave it so (--head)")
-        if "experts" in type(layer).__name__.lower() or "MoE" in type(layer).__name__:
-            raise UnsupportedError(
-                f"{prefix}: experts of this format run in Flyweight's own engine, not in vLLM"
-            )
+        if isinstance(layer, RoutedExperts) and is_quantized_below(opened(self.model), prefix):
+            return FlyweightExpertsMethod(opened(self.model), prefix, layer)
         return None
 
 
@@ -119,7 +126,7 @@ class FlyweightLinearMethod(LinearMethodBase):
         self.outputs = output_partition_sizes
         self.dtype = params_dtype
         for name in self._names():
-            add_nobody(layer, name)
+            add_module_path(layer, name)
         self.device = torch.empty(0).device  # of the context that vLLM creates parameters in
 
     def _names(self) -> list[str]:
@@ -180,19 +187,3 @@ def shards_of(
         part = outputs_of(whole, rank[0] * by_rows // rank[1], by_rows, where=name)
         found.append(inputs_of(part, rank[0] * by_columns // rank[1], by_columns, where=name))
     return found
-
-
-def add_nobody(layer: torch.nn.Module, name: str) -> None:
-    """A parameter `name` (with dots: of a module inside) that takes a tensor and does nothing."""
-    *path, last = name.split(".")
-    for step in path:
-        if step not in dict(layer.named_children()):
-            layer.add_module(step, torch.nn.Module())
-        layer = layer.get_submodule(step)
-    parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-    parameter.weight_loader = take_nothing  # type: ignore[attr-defined]
-    layer.register_parameter(last, parameter)
-
-
-def take_nothing(*_: Any, **__: Any) -> None:
-    return None
