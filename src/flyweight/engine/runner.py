@@ -91,7 +91,7 @@ class Passes(Protocol):
         """Prepare those that most requests need ahead of the first one."""
 
     def warm_up_parts(self) -> None:
-        """And those of prompts that take turns with answers."""
+        """And those of prompts in turns with answers."""
 
     patient: bool  # whether others are prepared when nobody waits
 
