@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, SamplingParams
+from flyweight.engine import scheduler as schedulers
 from flyweight.engine.scheduler import Scheduler
 from flyweight.errors import OptionError
 
@@ -91,7 +92,7 @@ def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without()
     assert [size for finished, size in sizes if finished] == [64, 36]
 
 
-def test_answers_and_prompts_take_turns():
+def test_answers_and_prompts_take_turns(monkeypatch):
     scheduler = make(blocks=40_000, seqs=8, budget=16_384, prompt_tokens_beside=64)
     scheduler.in_turns = True
     answering = [request(number, 3, answer=1000) for number in range(2)]
@@ -119,6 +120,8 @@ def test_answers_and_prompts_take_turns():
     assert turns(200) == [64, 64, 64, 8]
     assert turns(40, 40) == [64, 16], "several prompts share a pass"
     assert turns(65) == [63, 2], "no token is left that would pass for an answer"
+    monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
+    assert turns(100) == [48, 48, 4], "steps of many answers take longer"
     for _ in range(2):
         works = scheduler.schedule()
         assert [work.request for work in works] == answering, "where no prompt waits, every step is the answers'"

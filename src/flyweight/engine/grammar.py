@@ -127,9 +127,12 @@ class GrammarConstraint(Constraint):
         )
 
     @classmethod
-    def masks(cls, asked: Sequence[tuple[Constraint, Sequence[int]]]) -> numpy.ndarray:
+    def masks(
+        cls, asked: Sequence[tuple[Constraint, Sequence[int]]]
+    ) -> Sequence[numpy.ndarray]:
         """Side by side, by threads of llguidance's own."""
-        return mask_bits(cast(Sequence[tuple[GrammarConstraint, Sequence[int]]], asked))
+        own = cast(Sequence[tuple[GrammarConstraint, Sequence[int]]], asked)
+        return list(mask_bits(own))
 
 
 @functools.cache

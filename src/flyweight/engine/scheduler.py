@@ -45,6 +45,9 @@ from flyweight.models.rope import long_border
 
 # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 PROMPT_LOGITS = 1024
+# steps of more take longer, since linears of more rows are other kernels: passes of prompts between
+# them are smaller by a quarter, so that gaps hardly grow
+MANY_ANSWERS = 64
 
 
 @dataclass(frozen=True)
@@ -196,9 +199,11 @@ class Scheduler:
         return self._fill(beside if answering else self.max_num_batched_tokens, drafts or {})
 
     def _take_turns(self) -> list[Work]:
-        works = (
-            self._fill(self.prompt_tokens_beside, {}, answers=False) if self.prompts_next else []
-        )
+        """A pass of prompts, if it is their turn and one waits, or a step of all answers."""
+        tokens = self.prompt_tokens_beside
+        if sum(request.missing == 1 for request in self.running) > MANY_ANSWERS:
+            tokens = 3 * tokens // 4
+        works = self._fill(tokens, {}, answers=False) if self.prompts_next else []
         self.prompts_next = not works
         return works or self._fill(0, {})
 
