@@ -127,9 +127,7 @@ class GrammarConstraint(Constraint):
         )
 
     @classmethod
-    def masks(
-        cls, asked: Sequence[tuple[Constraint, Sequence[int]]]
-    ) -> Sequence[numpy.ndarray]:
+    def masks(cls, asked: Sequence[tuple[Constraint, Sequence[int]]]) -> Sequence[numpy.ndarray]:
         """Side by side, by threads of llguidance's own."""
         own = cast(Sequence[tuple[GrammarConstraint, Sequence[int]]], asked)
         return list(mask_bits(own))
