@@ -44,6 +44,8 @@ def test_requests_that_come_while_others_answer_are_served_by_captured_passes(tu
             engine.runner.passes = None
         elif turns:
             engine.scheduler.in_turns, engine.scheduler.prompt_tokens_beside = True, 512
+            engine.runner.passes.warm_up()
+            engine.runner.passes.warm_up_parts()
         requests = []
         for prompt in asked:  # one every third step, so that most passes are mixed
             requests += engine.submit(prompt, params(max_tokens=24, logprobs=8))
