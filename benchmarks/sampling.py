@@ -30,6 +30,7 @@ from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
 from flyweight.bench.steps import waits_into
 from flyweight.bench.timing import random_prompts
 from flyweight.clock import clock
+from flyweight.engine.request import Constraint
 
 GREEDY = {"temperature": 0.0}
 MODES: dict[str, dict] = {
@@ -64,7 +65,7 @@ BLOCK = 10  # steps that are timed together
 WARM = 3  # before them
 
 
-class RandomMask:
+class RandomMask(Constraint):
     """Half of the vocabulary, another half for each token."""
 
     def __init__(self, vocabulary: int):

@@ -2,17 +2,15 @@
 """A trace of arrivals played against the scheduler without a model: what gaps and first tokens a
 policy gives.
 
-    python benchmarks/workshop/play_arrivals.py AZURE.csv [--requests 240] [--rate 16] [--host
-        1.0,0.05]
-        [--together 4096] [--seconds 0.25 0.4] [--fewest 64] [--most 512]
+    python benchmarks/workshop/play_arrivals.py AZURE.csv [--requests 200] [--rate 16]
+        [--together 4096 512] [--turns 384 512 640] [--prompts 1.0]
 
 The scheduler is the engine's own; steps take what they took on one H200 with Qwen3-8B in int4:
-passes of prompts by the rows of `benchmarks/h200/prefill.jsonl`, captured, and steps of answers by
-a fixed part, a part for each row and one for each cached token. `--host A,B`: a step takes at least
-A + B × rows milliseconds, as where Python is in the way. `--together N` plays steps of answers with
-up to N tokens of prompts in them, the others turns (`engine/turns.py`) with other constants. Good
-for choosing a policy, not for knowing a figure: captures, copies and the wait for the interpreter
-are not played.
+passes of prompts by the rows of `benchmarks/h200/prefill.jsonl`, captured, times `--prompts`; steps
+of answers what a step of their captured size takes without a cache, and the reading of what is
+cached. `--together N` plays steps of answers with up to N tokens of prompts in them, `--turns N`
+passes of up to N tokens between two steps of answers. Good for choosing a policy, not for knowing a
+figure: captures, copies and the wait for the interpreter are not played.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import json
 from pathlib import Path
 
 from flyweight.bench.arrivals import Arrival, read_trace
-from flyweight.engine import turns
 from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Request, SamplingParams
@@ -30,28 +27,30 @@ from flyweight.engine.scheduler import Scheduler, Work
 
 ROWS = Path(__file__).parents[1] / "h200" / "prefill.jsonl"
 MODEL = "preset:qwen3-8b:int4"
-# milliseconds of a step of answers: fixed, for a row, for a cached token; and for a pair of a
-# prompt's new and cached tokens
-STEP, ROW, CACHED, PAIR = 1.9, 0.008, 1.1e-5, 1.5e-6
+# milliseconds of a step of answers by its captured size, found in the gaps that a server's clients
+# saw while no prompt waited, less those for the cached tokens
+STEPS = {1: 1.5, 4: 1.8, 8: 2.0, 16: 2.3, 32: 2.5, 48: 3.4, 64: 3.1, 128: 4.3, 192: 6.0, 256: 8.0}
+CACHED = 4.2e-5  # for a cached token: its keys and values at what `h200/kv-cache.jsonl` reads
+PAIR = 1.5e-6  # for a pair of a prompt's new and cached tokens
 
 
 class Costs:
     """Milliseconds of steps."""
 
-    def __init__(self, host: tuple[float, float]):
+    def __init__(self, prompts: float):
         found = {}
         for row in map(json.loads, ROWS.read_text(encoding="utf-8").splitlines()):
             mine = row.get("model") == MODEL and row.get("passes") == "captured"
             if mine and str(row.get("case")).isdecimal():
                 found[int(row["case"])] = row["device_ms"]
         self.passes = sorted(found.items())
-        self.host = host
+        self.prompts = prompts
 
     def of_pass(self, tokens: int) -> float:
         size = next((size for size in SIZES if size >= tokens), tokens)
         for (a, low), (b, high) in zip(self.passes, self.passes[1:], strict=False):
             if size <= b or b == self.passes[-1][0]:
-                return low + max(0, size - a) * (high - low) / (b - a)
+                return self.prompts * (low + max(0, size - a) * (high - low) / (b - a))
         raise AssertionError("two sizes at least")
 
     def of(self, works: list[Work]) -> float:
@@ -62,22 +61,21 @@ class Costs:
             seconds += self.of_pass(sum(work.count for work in prompts))
             seconds += PAIR * sum(work.count * work.start for work in prompts)
         if answers:
-            least = self.host[0] + self.host[1] * len(answers)
-            own = STEP + ROW * len(answers) + CACHED * sum(work.start for work in answers)
-            seconds += max(own, least)
+            seconds += next(ms for size, ms in STEPS.items() if size >= len(answers))
+            seconds += CACHED * sum(work.start for work in answers)
         return seconds
 
 
-def play(trace: list[Arrival], costs: Costs, *, together: int | None) -> dict[str, float]:
+def play(trace: list[Arrival], costs: Costs, *, tokens: int, turns: bool) -> dict[str, float]:
     now = 0.0  # milliseconds
+    begun = 0.0  # the step before: the next one is scheduled while it runs
     scheduler = Scheduler(
         BlockPool(40_000, 16),
         max_num_seqs=256,
         max_num_batched_tokens=16_640,
-        prompt_tokens_beside=together or 4096,
+        prompt_tokens_beside=tokens,
     )
-    if together is None:
-        scheduler.turns = turns.Turns(SIZES, clock=lambda: now / 1e3)
+    scheduler.in_turns = turns
     plain = SamplingParams().with_defaults({})
     coming = [
         Request(i, [i] * one.input, plain, seed=0, limit=one.input + one.output)
@@ -88,13 +86,14 @@ def play(trace: list[Arrival], costs: Costs, *, together: int | None) -> dict[st
     firsts: list[float] = []
     gaps: list[float] = []
     while arrived < len(coming) or scheduler.busy:
-        while arrived < len(coming) and trace[arrived].time * 1e3 <= now:
+        while arrived < len(coming) and trace[arrived].time * 1e3 <= begun:
             scheduler.add(coming[arrived])
             arrived += 1
         works = scheduler.schedule()
         if not works:
-            now = trace[arrived].time * 1e3
+            begun = now = max(now, trace[arrived].time * 1e3)
             continue
+        begun = now
         now += costs.of(works)
         for request in [work.request for work in works if work.samples]:
             request.tokens.append(0)
@@ -125,27 +124,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rate", type=float, default=16.0)
-    parser.add_argument("--host", default="1.0,0.05")
     parser.add_argument("--together", type=int, nargs="*", default=[4096])
-    parser.add_argument("--seconds", type=float, nargs="*", default=[turns.SECONDS])
-    parser.add_argument("--fewest", type=int, default=turns.FEWEST)
-    parser.add_argument("--most", type=int, default=turns.MOST)
+    parser.add_argument("--turns", type=int, nargs="*", default=[384, 512, 640])
+    parser.add_argument("--prompts", type=float, default=1.0, help="what passes take, times this")
     options = parser.parse_args()
     once = read_trace(options.trace, count=options.requests)
     scale = options.rate * once[-1].time / (len(once) - 1)
     trace = read_trace(options.trace, count=options.requests, scale=scale)
-    fixed, each = (float(part) for part in options.host.split(","))
-    costs = Costs((fixed, each))
-    turns.FEWEST, turns.MOST = options.fewest, options.most
-    policies: list[tuple[str, int | None, float]] = [
-        (f"together, up to {tokens}", tokens, 0.0) for tokens in options.together
-    ]
-    policies += [(f"turns, {seconds} s", None, seconds) for seconds in options.seconds]
-    for name, together, seconds in policies:
-        turns.SECONDS = seconds
-        found = play(trace, costs, together=together)
+    costs = Costs(options.prompts)
+    policies = [(tokens, False) for tokens in options.together]
+    policies += [(tokens, True) for tokens in options.turns]
+    for tokens, turns in policies:
+        found = play(trace, costs, tokens=tokens, turns=turns)
+        name = f"{'in turns' if turns else 'together'}, up to {tokens}"
         figures = ", ".join(f"{key} {value:.1f}" for key, value in found.items())
         print(f"{name}: {figures}")
 

@@ -59,8 +59,8 @@ def test_the_engine_in_process_under_a_closed_loop(bench):
 
 def test_a_sampled_load_says_how_its_tokens_were_chosen(bench):
     code, rows, _ = bench("preset:tiny:fp32", "--concurrency", 2, "--requests", 3, *SHAPE, "--option", "blocks=64", "--device", "cpu",
-                          "--sampling", "temperature=0.7,min_p=0.1,seed=3")
-    assert code == 0 and rows[0]["completed"] == 3 and rows[0]["sampling"] == "temperature=0.7,min_p=0.1,seed=3"
+                          "--sampling", "temperature=0.7,min_p=0.1,seed=3", "--no-samples")
+    assert code == 0 and rows[0]["completed"] == 3 and "samples" not in rows[0] and rows[0]["sampling"] == "temperature=0.7,min_p=0.1,seed=3"
 
 
 def test_requests_beyond_the_context_are_left_out_and_counted(bench, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from toy_engine import VOCABULARY, alone, params, run, toy_engine
 
-from flyweight.engine.request import SamplingParams
+from flyweight.engine.request import Constraint, SamplingParams
 from flyweight.errors import RequestError
 
 PROMPTS = [[(7 * i + j * j) % VOCABULARY for j in range(length)] for i, length in enumerate((3, 30, 11, 1, 21, 4, 17, 8))]
@@ -170,7 +170,7 @@ def test_rows_close_up_as_requests_leave_and_modes_follow():
     assert {mode.random for count, mode in engine.runner.steps.taken if count < 3} == {True}
 
 
-class Alternating:
+class Alternating(Constraint):
     """Even tokens and odd ones by turns."""
 
     def __init__(self):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from toy_engine import VOCABULARY, alone, params, run, toy_engine
 
+from flyweight.engine.request import Constraint
 from flyweight.errors import RequestError
 
 
-class EveryThird:
+class EveryThird(Constraint):
     """Token k must be divisible by 3 and greater than the one before, modulo the vocabulary."""
 
     def __init__(self):

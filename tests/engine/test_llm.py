@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flyweight import LLM, SamplingParams
-from flyweight.engine.llm import as_prompts
+from flyweight.engine.llm import TURN_TOKENS, as_prompts
 from flyweight.engine.loading import choose_dtype, end_ids, sampling_defaults
 from flyweight.engine.tokenizer import Detokenizer, Tokenizer
 from flyweight.errors import OptionError, RequestError, ResourceError
@@ -303,3 +304,15 @@ def test_prompts_beside_answers_get_as_many_tokens_as_asked():
     assert llm.engine.scheduler.prompt_tokens_beside == 7
     with pytest.raises(OptionError, match="turns is for a GPU"):
         LLM("preset:tiny", device="cpu", turns=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"turns": False}, {"prompt_tokens_beside": 96}, {"speculate": "ngram"}])
+def test_a_server_takes_turns_where_passes_are_captured_and_nobody_guesses(given):
+    llm = LLM("preset:tiny", device="cpu", blocks=16, max_model_len=64, **given)
+    scheduler = llm.engine.scheduler
+    llm.pace_prompts()
+    assert not scheduler.in_turns, "no passes are captured on a CPU"
+    llm.engine.runner.passes = SimpleNamespace(patient=False)
+    llm.pace_prompts()
+    assert scheduler.in_turns == (not {"turns", "speculate"} & set(given)) and llm.engine.runner.passes.patient
+    assert not scheduler.in_turns or scheduler.prompt_tokens_beside == given.get("prompt_tokens_beside", TURN_TOKENS)

@@ -4,6 +4,7 @@ Without a GPU a captured pass is played: its replay runs the ops of CUDA devices
 there at its capture. Whatever it reads that a later step does not write there again gives other logits.
 """
 
+import contextlib
 import copy
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from padded_story import Story, request_of
 
 from flyweight.engine import passes
-from flyweight.engine.packed import SIZES, padded_tokens
+from flyweight.engine.packed import PART_SIZES, SIZES, padded_tokens
 from flyweight.engine.scheduler import Work
 from flyweight.gpu import GPUS
 from flyweight.kernels import dispatch
@@ -47,7 +48,9 @@ def test_a_step_runs_as_the_next_size_or_is_not_captured(spans):
     total, size = sum(count for _, count in spans), padded_tokens(works_of(spans))
     assert (size is None) == (total > SIZES[-1])
     if size is not None:
-        assert size == min(each for each in SIZES if each >= total)
+        answers = any(count == 1 for _, count in spans)
+        sizes = SIZES if answers or total > PART_SIZES[-1] or (len(spans) == 1 and not spans[0][0]) else PART_SIZES
+        assert size == min(each for each in sizes if each >= total)
 
 
 @given(st.integers(LEAST_TOKENS + 1, SIZES[-1]))  # the least pass is twice the least tile
@@ -136,6 +139,38 @@ def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
     for spans in ([(0, 13)], [(1, 25)]):
         story.step(*spans, into=graphs.inputs)
     assert Played.made == len(graphs.held) == 2
+
+
+@pytest.fixture
+def large_graphs(monkeypatch):
+    """Passes of a model with the heads of Qwen3-8B, of which nothing is computed."""
+    attention = pytest.importorskip("flyweight.kernels.attention.plan", reason="triton is not installed")
+    monkeypatch.setattr(attention, "_processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: "captured")
+    config = SimpleNamespace(heads=32, hidden_size=8, windows=[None])
+    decoder = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.bfloat16, taps=None,
+                              active=contextlib.nullcontext, hidden=lambda *_: None)
+    cache = SimpleNamespace(keys=torch.empty(4, 16, 8, 128), dtype=torch.bfloat16, block_size=16)
+    return passes.PassGraphs(decoder, [cache], SimpleNamespace(capacity=8, pages=1024, adapters=None))
+
+
+@torch.inference_mode()
+def test_parts_of_prompts_are_of_kinds_that_were_captured_before_the_first_request(large_graphs):
+    large_graphs.warm_up_parts()
+    kinds = len(large_graphs.held)
+    assert kinds <= 12 and all(one.graph for one in large_graphs.held.values())
+    for ends in ([], [(3, 4000)], [(40, 600)], [(200, 8000), (7, 0)], [(2, 60), (9, 1500)]):
+        for total in (*range(217, 512, 13), 512):
+            begun = total - sum(new for new, _ in ends)
+            parts = [(length, cached) for length, cached in (*ends, (begun, 16 if not ends else 0)) if length]
+            size = padded_tokens(works_of([(cached, new) for new, cached in parts]))
+            parts += [(size - total, 0)] if size > total else []
+            starts = [sum(new for new, _ in parts[:i]) for i in range(len(parts) + 1)]
+            large_graphs._find(SimpleNamespace(
+                tokens=torch.zeros(size), kv_lengths=[new + cached for new, cached in parts], query_starts=starts,
+                block_tables=torch.zeros(len(parts), 1024)))
+    assert len(large_graphs.held) == kinds, "none had to be launched one by one"
 
 
 def test_a_server_captures_mixed_steps_when_nobody_waits(monkeypatch):

@@ -5,9 +5,7 @@ import torch
 from gpu_models import CUDA, PAGE, gap_where_parted, load, make_engine, params, prompts, run
 from padded_story import Story
 
-from flyweight.engine.packed import SIZES
 from flyweight.engine.passes import PassGraphs, unsupported_reason
-from flyweight.engine.turns import Turns
 
 pytestmark = pytest.mark.gpu
 BOUND = {"bf16": 0.03, "int4": 0.03, "w8a16": 0.03, "w8a8": 0.1}  # W8A8 rounds otherwise where attention's last bit differs
@@ -45,7 +43,9 @@ def test_requests_that_come_while_others_answer_are_served_by_captured_passes(tu
         if not captured:
             engine.runner.passes = None
         elif turns:
-            engine.scheduler.turns = Turns(SIZES)
+            engine.scheduler.in_turns, engine.scheduler.prompt_tokens_beside = True, 512
+            engine.runner.passes.warm_up()
+            engine.runner.passes.warm_up_parts()
         requests = []
         for prompt in asked:  # one every third step, so that most passes are mixed
             requests += engine.submit(prompt, params(max_tokens=24, logprobs=8))

@@ -5,7 +5,7 @@ import torch
 from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alone, params, run, toy_engine
 
 from flyweight import LLM, SamplingParams
-from flyweight.engine.request import Chunk, Request
+from flyweight.engine.request import Chunk, Constraint, Request
 from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
@@ -183,7 +183,7 @@ def test_a_cancelled_request_gives_its_blocks_back():
     assert engine.pool.available == engine.pool.blocks
 
 
-class Every:
+class Every(Constraint):
     """A constraint: of three tokens the last's neighbours."""
 
     def allowed(self, generated):

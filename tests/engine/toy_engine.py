@@ -19,7 +19,6 @@ from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import Mode, mix
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import SharedRows
-from flyweight.engine.turns import Turns
 
 VOCABULARY = 97
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -104,7 +103,7 @@ def toy_engine(*, blocks: int = 64, captured: bool = False, turns: bool = False,
         engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)
         engine.runner.shared_steps = EagerSteps(engine.runner, 64, engine.runner.shared_rows)
     if turns:
-        engine.scheduler.turns = Turns((4, 8, 16))
+        engine.scheduler.in_turns = True
     return engine
 
 

@@ -37,6 +37,9 @@ def test_many_rows_are_multiplied_in_8_bits(kind, outputs, inputs, rows):
     exact = x.float() @ tensor.dequantize().float().T + residual.float()
     got = linear.project(x, residual=residual)
     assert error(got, exact) < 1.1 * error(want, exact)
+    linear.keep_prompts()
+    assert linear.prompts.weights.nbytes == linear.prompt_bytes == outputs * inputs
+    assert torch.equal(linear.project(x, residual=residual), got), "the codes are the same, written once"
     # A scale that is rounded otherwise moves many of float8's coarse codes, and hardly any of int8's.
     assert kind == "fp8" or error(got, want) < 8e-3
 
@@ -48,4 +51,6 @@ def test_gate_and_up_are_multiplied_in_8_bits():
     x = torch.randn(512, 4096, device="cuda").bfloat16()
     gate, up = product(tensor, x, "int8").chunk(2, -1)
     got = linear.project(x, activation="silu")
+    linear.keep_prompts()
+    assert torch.equal(linear.project(x, activation="silu"), got)
     assert error(got, torch.nn.functional.silu(gate) * up) < 1e-2

@@ -40,7 +40,11 @@ def test_many_rows_are_multiplied_in_8_bits_and_few_as_before(kind):
     assert linear.choose(20).kernel == "gemm_recoded" and linear.choose(8) == before.choose(8)
     residual = torch.randn(20, 136).bfloat16()
     want = prompts.in_eight_bits(tensor.dequantize(), kind).matmul_reference(many) + residual.double()
-    assert error(linear.multiply(many, residual=residual), want) < 0.01
+    got = linear.multiply(many, residual=residual)
+    assert error(got, want) < 0.01
+    linear.keep_prompts()
+    assert linear.prompts.weights.nbytes == linear.prompt_bytes
+    assert torch.equal(linear.multiply(many, residual=residual), got), "the codes are the same, written once"
     assert torch.equal(linear.multiply(few), before.multiply(few))
 
 

@@ -113,6 +113,7 @@ class ServeBench:
     warm_up: int = 4
     timeout: float = 600.0
     check: SelfCheck | None = None
+    samples: bool = True  # whether every request's times are written, too
 
     def run(self, rates: Sequence[float | None], *, start: bool = True) -> list[Row]:
         """Without a rate that is missing it is started for the check alone."""
@@ -234,7 +235,8 @@ class ServeBench:
             )
             if not found["completed"]:
                 row |= {"status": "failed", "reason": f"no request was answered: {found['failed']}"}
-            row["samples"] = self.write_samples(row["run_id"], records)
+            if self.samples:
+                row["samples"] = self.write_samples(row["run_id"], records)
         else:
             row = make_row(
                 "serve",

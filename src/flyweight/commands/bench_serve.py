@@ -83,6 +83,9 @@ def serve(
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds after which a request has failed.")
     ] = 600.0,
+    samples: Annotated[
+        bool, typer.Option(help="Write the times of every request beside the rows.")
+    ] = True,
     seed: Seed = 0,
     check: Check = True,
     model_name: Name = None,
@@ -180,6 +183,7 @@ def serve(
             warm_up=warm_up,
             timeout=timeout,
             check=checker,
+            samples=samples,
         )
         for case in cases
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flyweight.engine.grammar_kinds import missing, translate
 from flyweight.engine.grammar_limits import LEAST_BYTES, GrammarCache, GrammarLimits, Trials
+from flyweight.engine.request import Constraint
 from flyweight.errors import RequestError
 
 Constraints = Callable[[], "GrammarConstraint"]  # makes one for each sample
@@ -91,7 +92,7 @@ def special_names(tokenizer: Any) -> list[str]:
     return [token.content for token in added.values() if token.special]
 
 
-class GrammarConstraint:
+class GrammarConstraint(Constraint):
     def __init__(self, compiled: Any, vocabulary: int, end_ids: Sequence[int]):
         self.compiled = compiled
         self.vocabulary, self.end_ids = vocabulary, end_ids
@@ -122,10 +123,16 @@ class GrammarConstraint:
 
     def allowed(self, generated: Sequence[int]) -> Tensor:
         """Bool [vocabulary]; when the answer is complete, only its end."""
-        bits = mask_bits([(self, generated)])[0]
+        bits = self.masks([(self, generated)])[0]
         return torch.from_numpy(
             numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool)
         )
+
+    @classmethod
+    def masks(cls, asked: Sequence[tuple[Constraint, Sequence[int]]]) -> Sequence[numpy.ndarray]:
+        """Side by side, by threads of llguidance's own."""
+        own = cast(Sequence[tuple[GrammarConstraint, Sequence[int]]], asked)
+        return list(mask_bits(own))
 
 
 @functools.cache

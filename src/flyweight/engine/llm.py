@@ -54,7 +54,6 @@ from flyweight.engine.speculation.shared_rows import CAPACITY
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
-from flyweight.engine.turns import Turns
 from flyweight.errors import OptionError, RequestError
 from flyweight.kernels.linear.prompts import check_prompt_dtype
 from flyweight.models.adapters import Adapters
@@ -75,6 +74,9 @@ DEFAULTS = {
     "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prompt_tokens_beside": 512},
     "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640, "prompt_tokens_beside": 4096},
 }
+# of prompts, between two steps of a server's answers on a GPU: a pass of fewer takes hardly less
+# for each token, and one of more is a gap that readers notice (docs/serve.md has what was measured)
+TURN_TOKENS = 512
 DRAFT_TOKENS = 1 << 16  # that a drafting model's cache holds at most
 SAMPLING = [field.name for field in fields(SamplingParams)]
 
@@ -106,12 +108,12 @@ class LLM:
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the
                        device on a GPU
-    prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer
-                          make the gaps between tokens
-                       smaller, and first tokens later. None: 4,096; CPU: 512, and of a server
-                           fewer, by the time they take
-    turns              a server's answers and prompts on a GPU: in steps of their own by turns,
-                       prompts in small passes (turns.py)
+    prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it, or
+                       between two steps of answers: fewer make the gaps between tokens smaller, and
+                       first tokens later. None: 4,096, of a server in turns 512; CPU: 512, and of a
+                       server fewer, by the time they take
+    turns              a server's answers and prompts on a GPU in steps of their own, in turns
+                       (scheduler.py); None: where passes are captured and nobody guesses
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the
@@ -152,7 +154,7 @@ class LLM:
         native: bool | None = None,
         offload: int = 0,
         prompt_tokens_beside: int | None = None,
-        turns: bool = False,
+        turns: bool | None = None,
         kv_dtype: str | None = None,
         speculate: str | None = None,
         prompt_dtype: str | None = None,
@@ -276,6 +278,7 @@ class LLM:
         )
         self.beside = prompt_tokens_beside
         self.turns = turns
+        self.guesses = wanted.kind != "off"
         self.engine.independent_tokens = (
             self.tokenizer is not None and self.tokenizer.bytes is not None
         )
@@ -293,16 +296,24 @@ class LLM:
     def pace_prompts(self) -> None:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside
         their answers are bounded by time, unless by a given number; on a GPU they take turns with
-        answers where that is asked for.
+        answers.
         """
         scheduler = self.engine.scheduler
         if self.engine.runner.passes is not None:
             self.engine.runner.passes.patient = True
         by_time = self.beside is None and self.device.type == "cpu"
         scheduler.pace = Pace() if by_time else None
-        if self.turns and self.engine.runner.passes is None:
+        scheduler.in_turns = self.takes_turns
+        if scheduler.in_turns:
+            scheduler.prompt_tokens_beside = self.beside or TURN_TOKENS
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a server's answers and prompts run in steps of their own."""
+        captured = self.engine.runner.passes is not None
+        if self.turns and not captured:
             raise OptionError("turns: this model's passes are not captured; leave it out")
-        scheduler.turns = Turns(SIZES) if self.turns else None
+        return captured and self.turns is not False and not self.guesses
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
         return (
@@ -376,7 +387,7 @@ class LLM:
         for captured in (runner.steps, runner.passes):
             if captured is not None:
                 captured.warm_up()
-        if runner.passes is not None and self.turns:
+        if runner.passes is not None and self.takes_turns:
             runner.passes.warm_up_parts()
         if self.engine.speculator is not None:
             self.engine.speculator.drafter.warm_up()

@@ -28,6 +28,9 @@ from flyweight.transfer import upload
 # than launching takes, and cuBLAS is slower when captured (2,048 tokens of Qwen3-8B in bf16: 51.6
 # instead of 49.7 ms).
 SIZES = (16, 32, 64, 128, 256, 320, *range(384, 1025, 128))
+# and of parts of prompts without answers: few, so that all kinds of such passes can be captured
+# before the first request
+PART_SIZES = (64, 128, 256, 384, 512)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,9 @@ def begins_alone(works: Sequence[Work]) -> bool:
 def padded_tokens(works: Sequence[Work]) -> int | None:
     """The size that a step is padded to; None: more tokens than any."""
     count = sum(work.count for work in works)
-    return next((size for size in SIZES if count <= size), None)
+    parts = not begins_alone(works) and all(work.known > 1 for work in works)
+    sizes = PART_SIZES if parts and count <= PART_SIZES[-1] else SIZES
+    return next((size for size in sizes if count <= size), None)
 
 
 # token ids, positions and slots, int64

@@ -8,16 +8,19 @@ attention, rounded up. Sizes are chosen so that the matrix kernels, whose tiles 
 do nothing more for the padding. A prompt that runs alone from its first token needs no tables:
 torch's attention takes it, and tokens see nothing of what comes after them.
 
-A pass is launched one by one before it is captured, which compiles what is not compiled yet.
-Prompts alone are captured at once; mixed steps, of which there are many kinds, when a kind comes
-again. Capturing takes as long as several steps. So a server, whose readers wait meanwhile, leaves
-it for when nobody is there (`rest`), unless a kind keeps coming. Longer passes are launched one by
-one: they keep the device busy for longer than that takes. The head and the choice of tokens follow
+A pass is launched one by one before it is captured, which compiles what is not compiled yet. A
+prompt alone from its first token is captured at once; mixed steps, of which there are many kinds,
+when a kind comes again. Parts of prompts without answers, which take turns with them in a server,
+come in few kinds (`packed.PART_SIZES`), all captured before its first request (`warm_up_parts`).
+Capturing takes as long as several steps. So a server, whose readers wait meanwhile, leaves it for
+when nobody is there (`rest`), unless a kind keeps coming. Longer passes are launched one by one:
+they keep the device busy for longer than that takes. The head and the choice of tokens follow
 outside of the graph, while the device is busy.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,9 +29,9 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import NOBODY, Batch, KVStorage
-from flyweight.engine import graphs, turns
+from flyweight.engine import graphs
 from flyweight.engine.capture import capture
-from flyweight.engine.packed import SIZES, filler, padded_tokens
+from flyweight.engine.packed import PART_SIZES, SIZES, filler, padded_tokens
 from flyweight.engine.rows import Rows
 from flyweight.kernels.dispatch import unsupported_by_triton
 from flyweight.models.attention import Plans
@@ -39,6 +42,7 @@ INSISTENT = 4  # times that a kind has come: then it is captured even though rea
 MOST = 96  # kinds of passes held; the one that was not used for longest goes
 # cached tokens: with so many the attention of a part of a prompt is cut up in different ways
 AFTER = (16, 1024, 2048)
+END = 16  # tokens of one prompt's end beside the beginning of another
 
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
@@ -83,28 +87,39 @@ class PassGraphs:
         memory the others live in.
         """
         for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
-            self._run_through(size)
+            self._prepare([(size, 0)])
 
     @torch.inference_mode()
     def warm_up_parts(self) -> None:
-        """And parts of prompts, as they come between answers by turns."""
-        for size in (size for size in reversed(SIZES) if turns.FEWEST <= size <= turns.MOST):
-            for cached in (cached for cached in AFTER if cached + size <= self.context):
-                self._run_through(size, cached)
-                self._run_through(size, cached)  # of such a kind the second is captured
+        """And parts of prompts: after little and after much of the same prompt, and the end of one
+        beside the beginning of another, which take a tile more.
+        """
+        for size in reversed(PART_SIZES):
+            fitting = [cached for cached in AFTER if cached + size <= self.context]
+            for cached in fitting:
+                self._prepare([(size, cached)])
+            for cached in fitting[1:2]:
+                self._prepare([(size - END, 0), (END, cached)])
 
-    def _run_through(self, size: int, cached: int = 0) -> None:
-        """A pass of one sequence that nobody asked for."""
-        page, spare, length = self.caches[0].block_size, len(self.caches[0].keys) - 1, cached + size
-        table = numpy.full((1, -(-length // page)), spare, dtype=numpy.int32)
+    def _prepare(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Capture a pass of sequences that nobody asked for: tokens of each, and how many of it are
+        cached.
+        """
+        page, spare = self.caches[0].block_size, len(self.caches[0].keys) - 1
+        size = sum(new for new, _ in parts)
+        lengths = [new + cached for new, cached in parts]
+        starts = [0, *itertools.accumulate(new for new, _ in parts)]
+        table = numpy.full((len(parts), -(-max(lengths) // page)), spare, dtype=numpy.int32)
         with self.decoder.active():
             adapters = [numpy.full(size, NOBODY, dtype=numpy.int32)] if self.adapted else []
             tokens, positions, slots, *chosen, tables = upload(
                 self.device, *filler(size, spare, page), *adapters, table, into=self.inputs
             )
-            self.hidden(
-                Batch(tokens, positions, slots, tables, [0, size], [length], tokens[:0], *chosen)
-            )
+            batch = Batch(tokens, positions, slots, tables, starts, lengths, tokens[:0], *chosen)
+            captured = self._find(batch)
+            if captured.graph is None:
+                self.decoder.hidden(batch, self.caches, captured.plans)
+                captured.graph = self._capture(batch, captured.plans)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -113,17 +128,8 @@ class PassGraphs:
 
     def hidden(self, batch: Batch) -> Tensor:
         """[tokens, hidden], until the next pass."""
-        size, alone = len(batch.tokens), batch.kv_lengths == [len(batch.tokens)]
-        fixed = {} if alone else self._plans(batch)
-        key = (size, *((window, plan.shape) for window, plan in fixed.items()))
-        if key in self.held:
-            captured = self.held.pop(key)
-            for window, plan in fixed.items():
-                captured.plans[window].fill(plan)
-        else:
-            self._make_room()
-            captured = Captured({window: plan.place() for window, plan in fixed.items()})
-        self.held[key] = captured  # behind all others: the last used
+        size = len(batch.tokens)
+        captured = self._find(batch)
         captured.seen += 1
         if captured.graph is not None:
             captured.graph.replay()
@@ -131,7 +137,7 @@ class PassGraphs:
                 self.decoder.taps.point(size)
             return self.states[:size]
         result = self.decoder.hidden(batch, self.caches, captured.plans)
-        if alone or captured.seen >= (INSISTENT if self.patient else 2):
+        if begins_alone(batch) or captured.seen >= (INSISTENT if self.patient else 2):
             captured.graph = self._capture(batch, captured.plans)
             captured.waiting = None
         elif captured.seen > 1:
@@ -148,6 +154,22 @@ class PassGraphs:
                 captured.waiting = None
                 return True
         return False
+
+    def _find(self, batch: Batch) -> Captured:
+        """The pass of this batch's kind, with this batch's tables, whether it is captured or
+        not.
+        """
+        fixed = {} if begins_alone(batch) else self._plans(batch)
+        key = (len(batch.tokens), *((window, plan.shape) for window, plan in fixed.items()))
+        if key in self.held:
+            captured = self.held.pop(key)
+            for window, plan in fixed.items():
+                captured.plans[window].fill(plan)
+        else:
+            self._make_room()
+            captured = Captured({window: plan.place() for window, plan in fixed.items()})
+        self.held[key] = captured  # behind all others: the last used
+        return captured
 
     def _plans(self, batch: Batch) -> Plans:
         from flyweight.kernels.attention.plan import FixedPlan
@@ -167,3 +189,8 @@ class PassGraphs:
             self.states[: len(batch.tokens)].copy_(self.decoder.hidden(batch, self.caches, plans))
 
         return capture(launch, pool=self.pool)
+
+
+def begins_alone(batch: Batch) -> bool:
+    """A prompt from its first token, and nothing else."""
+    return batch.kv_lengths == [len(batch.tokens)]

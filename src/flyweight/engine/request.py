@@ -11,7 +11,9 @@ import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy
 
 from flyweight.engine.keywords import checked
 from flyweight.errors import RequestError
@@ -246,11 +248,25 @@ class Chunk:
     stop_reason: str | int | None = None
 
 
-class Constraint(Protocol):
+class Constraint:
     """What may come next, step by step."""
 
     def allowed(self, generated: Sequence[int]) -> Tensor | None:
         """Bool [vocabulary] on the CPU, given every token so far; None: anything."""
+        raise NotImplementedError
+
+    @classmethod
+    def masks(
+        cls, asked: Sequence[tuple[Constraint, Sequence[int]]]
+    ) -> Sequence[numpy.ndarray | None]:
+        """The same for constraints of this class, each with its tokens so far: uint8, a bit a
+        token, the lowest first. A step asks for all of a class at once.
+        """
+        found = (constraint.allowed(generated) for constraint, generated in asked)
+        return [
+            None if mask is None else numpy.packbits(mask.numpy(), bitorder="little")
+            for mask in found
+        ]
 
 
 @dataclass(eq=False)

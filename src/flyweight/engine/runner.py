@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
-from flyweight.engine.grammar import GrammarConstraint, mask_bits
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Packed, Padding, following, pack
-from flyweight.engine.request import Request, TokenLogprob
+from flyweight.engine.request import Constraint, Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import GREEDY, top_logprobs
 from flyweight.engine.scheduler import Work
@@ -91,7 +90,7 @@ class Passes(Protocol):
         """Prepare those that most requests need ahead of the first one."""
 
     def warm_up_parts(self) -> None:
-        """And those of prompts that take turns with answers."""
+        """And those of prompts in turns with answers."""
 
     patient: bool  # whether others are prepared when nobody waits
 
@@ -453,19 +452,16 @@ def allowed_by(requests: Sequence[Request]) -> dict[int, numpy.ndarray]:
     when every token before it is known. An answer that has just been found to be over gets any
     token, which nobody reads.
     """
-    found: dict[int, numpy.ndarray] = {}
-    grammars: list[tuple[GrammarConstraint, list[int]]] = []
-    places: list[int] = []
+    asked: dict[type[Constraint], list[tuple[int, Constraint, list[int]]]] = {}
     for row, request in enumerate(requests):
         constraint = request.constraint
-        if constraint is None or request.finished:
-            continue
-        generated = request.tokens[len(request.prompt) :]
-        if isinstance(constraint, GrammarConstraint):  # all of them at once
-            grammars.append((constraint, generated))
-            places.append(row)
-        elif (mask := constraint.allowed(generated)) is not None:
-            found[row] = numpy.packbits(mask.numpy(), bitorder="little")
-    if grammars:
-        found.update(zip(places, mask_bits(grammars), strict=True))
+        if constraint is not None and not request.finished:
+            generated = request.tokens[len(request.prompt) :]
+            asked.setdefault(type(constraint), []).append((row, constraint, generated))
+    found: dict[int, numpy.ndarray] = {}
+    for kind, alike in asked.items():
+        masks = kind.masks([(constraint, generated) for _, constraint, generated in alike])
+        for (row, _, _), mask in zip(alike, masks, strict=True):
+            if mask is not None:
+                found[row] = mask
     return found

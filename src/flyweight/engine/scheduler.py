@@ -13,10 +13,15 @@ block write after it.
 
 All share one budget of tokens. Decoding comes first, so a flood of long prompts never stops the
 running answers; beside them prompts get a smaller share (`prompt_tokens_beside`, or less where
-`pace.py` says so), so that it does not slow them much either. Where they take turns (`turns.py`),
-steps of answers and of prompts alternate instead. A victim is computed again later, prompt and
-answer so far (most of it usually from the prefix cache); that costs time but, unlike swapping, no
-memory and no copies.
+`pace.py` says so), so that it does not slow them much either. A victim is computed again later,
+prompt and answer so far (most of it usually from the prefix cache); that costs time but, unlike
+swapping, no memory and no copies.
+
+In turns (`in_turns`, a server on a GPU) steps of answers and passes of prompts alternate, the
+passes of up to `prompt_tokens_beside` tokens. A step of answers alone is captured whatever their
+number, and a pass of prompts alone is one of a few kinds, all captured before the first request
+(`passes.py`); a step of both would be of a new kind with every number of answers, and slower than
+the two. A reader sees the longest gap between two tokens: a step and a pass.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone
 always fits.
@@ -34,14 +39,15 @@ from flyweight.engine.kv_cache import BlockPool, digests
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, State
 from flyweight.engine.states import StatePool
-from flyweight.engine.turns import Turns
 from flyweight.errors import OptionError
 from flyweight.models.config import ModelConfig
 from flyweight.models.rope import long_border
 
-ENOUGH = 1 << 18  # waiting tokens of prompts: more are not counted
 # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 PROMPT_LOGITS = 1024
+# steps of more take longer, since linears of more rows are other kernels: passes of prompts between
+# them are smaller by a quarter, so that gaps hardly grow
+MANY_ANSWERS = 64
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
         self.pace: Pace | None = None  # a server's: bounds the share by time as well
-        self.turns: Turns | None = None  # a server's: answers and prompts in steps of their own
+        self.in_turns = False  # a server's: answers and prompts in steps of their own
+        self.prompts_next = False  # whose turn it is
         # of blocks, in the last step that answers had a part in: then nobody new may come in
         self.short = False
         self.long_prompts: LongPrompts | None = None  # of models whose rope differs for them
@@ -184,34 +191,21 @@ class Scheduler:
         if self.states is not None:
             self.states.begin_step()
         answering = any(request.missing == 1 and not request.complete for request in self.running)
-        if self.turns is not None and answering and not drafts:
-            return self._take_turns(self.turns)
-        if self.turns is not None:
-            self.turns.rest()
+        if self.in_turns and answering and not drafts:
+            return self._take_turns()
         beside = (
             self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
         )
         return self._fill(beside if answering else self.max_num_batched_tokens, drafts or {})
 
-    def _take_turns(self, turns: Turns) -> list[Work]:
-        waiting = self._waiting_tokens() if turns.prompts_next else 0
-        tokens = min(turns.tokens(waiting), self.prompt_tokens_beside)
-        works = self._fill(tokens, {}, answers=False) if waiting else []
-        turns.prompts_next = not works
-        if not works:
-            turns.answer()
-            works = self._fill(0, {})
-        return works
-
-    def _waiting_tokens(self) -> int:
-        """Of prompts that could go on."""
-        waiting = sum(request.missing for request in self.running if request.missing > 1)
-        if len(self.running) < self.max_num_seqs and not self.short:
-            for request in self.waiting:
-                waiting += len(request.tokens)
-                if waiting > ENOUGH:
-                    break
-        return waiting
+    def _take_turns(self) -> list[Work]:
+        """A pass of prompts, if it is their turn and one waits, or a step of all answers."""
+        tokens = self.prompt_tokens_beside
+        if sum(request.missing == 1 for request in self.running) > MANY_ANSWERS:
+            tokens = 3 * tokens // 4
+        works = self._fill(tokens, {}, answers=False) if self.prompts_next else []
+        self.prompts_next = not works
+        return works or self._fill(0, {})
 
     def _fill(
         self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True

@@ -19,6 +19,7 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError, OptionError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.linear.prompts import fits_beside
 from flyweight.kernels.offload import Offload, spread
 from flyweight.kernels.workspace import Workspace
 from flyweight.models.adapters import Adapters, link
@@ -60,6 +61,7 @@ class Decoder:
     ):
         self.adapters: Adapters | None = None
         self.taps: Taps | None = None  # hidden states that a drafting head wants
+        self.kept_bytes = 0  # of 8-bit codes for prompts, beside the weights
         self.config = config
         self.offload = offload
         self.device = device
@@ -158,6 +160,11 @@ class Decoder:
         """From now on passes of many rows multiply 8-bit codes, where weights have 4 bits."""
         linears = [linear for block in self.blocks for linear in block.linears.values()]
         taken = [linear.fused.narrow_prompts(kind) for linear in linears]
+        nbytes = sum(linear.fused.prompt_bytes for linear in linears)
+        self.kept_bytes = nbytes if fits_beside(nbytes, self.device) else 0
+        if self.kept_bytes:
+            for linear in linears:
+                linear.fused.keep_prompts()
         if not any(taken):
             raise OptionError(
                 f"prompt_dtype {kind} is for models with 4-bit weights, and this one has none that "
@@ -173,7 +180,8 @@ class Decoder:
         shared = self.config.tied_embeddings and self.device.type == "cpu"
         head = 0 if shared else self.head.nbytes
         latents = sum(block.latent.nbytes for block in self.blocks if block.latent is not None)
-        return sum(linear.nbytes for linear in linears) + latents + self.embedding.nbytes + head
+        weights = sum(linear.nbytes for linear in linears) + self.kept_bytes
+        return weights + latents + self.embedding.nbytes + head
 
     @property
     def step_nbytes(self) -> int:

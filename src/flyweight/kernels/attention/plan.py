@@ -33,6 +33,7 @@ FRESH_FROM = 64  # new tokens; from here on a sequence is a prompt, not rows of 
 # tokens; from here on neighbours of different lengths are apart, since cuDNN's kernel is faster
 # than one for all
 LONG = 2048
+MOST_ENDS = 4  # of prompts in one pass, that go with the large tiles
 
 
 class Plan:
@@ -127,9 +128,18 @@ class Plan:
         for i, (_, new, _) in enumerate(self.spans):
             if i not in apart and not (fresh and self.fresh(i)):
                 sequences[small if new * group * 8 <= large.rows else large].append(i)
+        if sequences[large] and self._few_ends(sequences[small]):
+            sequences = {large: sorted(sequences[large] + sequences[small])}
         return [
             self._cut(which, tile, group, kv_heads) for tile, which in sequences.items() if which
         ]
+
+    def _few_ends(self, short: list[int]) -> bool:
+        """Ends of prompts, and padding, no answers: too few for a launch of their own, which would
+        make a pass of prompts one of another kind.
+        """
+        answers = any(self.spans[i][1] == 1 < self.spans[i][2] for i in short)
+        return len(short) <= MOST_ENDS and not answers
 
     def _runs(self, apart: frozenset[int]) -> list[Run]:
         def kind(i: int) -> tuple[bool, int]:

@@ -169,6 +169,14 @@ class FusedLinear:
         return False
 
     @property
+    def prompt_bytes(self) -> int:
+        """What `keep_prompts` would take."""
+        return 0
+
+    def keep_prompts(self) -> None:
+        """Hold the 8-bit codes of `narrow_prompts`, instead of writing them for each call."""
+
+    @property
     def segments(self) -> Sequence[FusedLinear]:
         """What runs one by one: several only where projections with one input do not agree in
         scheme.
@@ -256,6 +264,14 @@ class Segments(FusedLinear):
     def narrow_prompts(self, kind: str) -> bool:
         taken = [part.narrow_prompts(kind) for part in self.parts]
         return any(taken)
+
+    @property
+    def prompt_bytes(self) -> int:
+        return sum(part.prompt_bytes for part in self.parts)
+
+    def keep_prompts(self) -> None:
+        for part in self.parts:
+            part.keep_prompts()
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], -1)

@@ -95,6 +95,17 @@ class TiledLinear(FusedLinear):
         self.prompts = weight.in_eight_bits(form, largest)
         return True
 
+    @property
+    def prompt_bytes(self) -> int:
+        if self.prompts is None:
+            return 0
+        return 1024 * self.prompts.matrix.tiles * self.prompts.matrix.blocks
+
+    def keep_prompts(self) -> None:
+        if self.prompts is not None:
+            codes = recode(self.weight, self.prompts).clone()
+            self.prompts = dataclasses.replace(self.prompts, weights=codes)
+
     def kernel_for(self, rows: int) -> str:
         return self.choose(rows).kernel
 
@@ -246,6 +257,8 @@ class TiledLinear(FusedLinear):
             return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
         if kernel == "gemm_recoded":
             assert self.prompts is not None
+            if len(self.prompts.weights):
+                return gemm.multiply(self.prompts, x, out, norm=norm, residual=residual)
             written = dataclasses.replace(self.prompts, weights=recode(weight, self.prompts))
             return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
         if kernel == "cublas":
