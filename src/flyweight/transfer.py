@@ -8,12 +8,19 @@ to be held here.
 from __future__ import annotations
 
 import functools
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
 
 import numpy
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes; views of any type begin at a multiple of their size
+# Pinned buffers that take turns: at most two steps are on the device at once, so whatever was copied
+# out of the one before last has arrived.
+TURNS = 4
+INTEGERS = {"q": torch.int64, "i": torch.int32}
 
 
 def upload(
@@ -71,6 +78,43 @@ def upload_beside(device: torch.device, *arrays: numpy.ndarray) -> list[Tensor]:
 @functools.cache
 def torch_type(dtype: numpy.dtype) -> torch.dtype:
     return torch.from_numpy(numpy.empty(0, dtype)).dtype
+
+
+class StagedColumns:
+    """Columns of integers at fixed places of the device, all written anew by one copy.
+
+    For what the device waits for: numbers are packed straight into pinned memory that is kept, which
+    takes a fraction of the time of `upload`.
+    """
+
+    def __init__(self, device: torch.device, rows: int, kinds: str):
+        """`kinds`: a letter a column, as `struct` has them: q for 8 bytes, then i for 4."""
+        self.rows = rows
+        self.kinds = kinds
+        self.sizes = [INTEGERS[kind].itemsize * rows for kind in kinds]
+        self.place = torch.zeros(sum(self.sizes), dtype=torch.uint8, device=device)
+        self.views: list[Tensor] = []
+        begin = 0
+        for kind, size in zip(kinds, self.sizes, strict=True):
+            self.views.append(self.place[begin : begin + size].view(INTEGERS[kind]))
+            begin += size
+
+    @functools.cached_property
+    def _stages(self) -> Iterator[tuple[Tensor, numpy.ndarray]]:
+        pinned = self.place.device.type == "cuda"
+        shape = self.place.shape
+        stages = [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(TURNS)]
+        return itertools.cycle([(stage, stage.numpy()) for stage in stages])
+
+    def put(self, *columns: Sequence[int]) -> None:
+        """The columns, filled up with zeros."""
+        stage, memory = next(self._stages)
+        memory.fill(0)
+        begin = 0
+        for column, kind, size in zip(columns, self.kinds, self.sizes, strict=True):
+            struct.pack_into(f"={len(column)}{kind}", memory, begin, *column)
+            begin += size
+        self.place.copy_(stage, non_blocking=True)
 
 
 class Download:

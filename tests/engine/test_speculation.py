@@ -21,6 +21,8 @@ PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3, 1, 2, 3, 1, 2], list(range(3, 40)), [4]]
 class Oracle:
     """Knows the answers, and is wrong at every `wrong`-th token of the text."""
 
+    guesses_ahead = False
+
     def __init__(self, texts, wrong=5):
         self.texts, self.wrong = texts, wrong
 
@@ -34,7 +36,7 @@ class Oracle:
         found = {}
         for request in requests:
             text = next(text for text in self.texts if text[: len(request.tokens)] == request.tokens)
-            begin = len(request.tokens)
+            begin = len(request.tokens) + request.pending
             found[request.number] = [(text[i] + (i % self.wrong == 0)) % VOCABULARY
                                      for i in range(begin, min(len(text), begin + most[request.number]))]
         return found
@@ -101,12 +103,46 @@ def test_guesses_that_the_host_has_not_read_are_checked_all_the_same(captured):
     assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
 
 
-def test_few_blocks_give_the_same_answers():
+class AheadOracle(Oracle):
+    """Guesses behind tokens in flight, at some steps."""
+
+    guesses_ahead = True
+
+    def __init__(self, texts, wrong=5):
+        super().__init__(texts, wrong)
+        self.calls = self.behind_flights = 0
+
+    def propose(self, requests, most):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return {}
+        self.behind_flights += sum(request.pending for request in requests)
+        return super().propose(requests, most)
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_guesses_behind_tokens_in_flight_are_checked_all_the_same(kind):
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    oracle = AheadOracle(texts)
+    engine = speculating(oracle, captured=True)
+    first = [engine.submit(prompt, options) for prompt in PROMPTS[:2]]
+    for _ in range(6):  # the others' prompts come in the middle of these answers
+        engine.step()
+    assert run(engine, *first, *(engine.submit(prompt, options) for prompt in PROMPTS[2:])) == want
+    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert oracle.behind_flights > 4
+    assert len(engine.runner.steps.taken) > 2 and len(engine.runner.shared_steps.taken) > 2
+
+
+@pytest.mark.parametrize("drafter", [Oracle, AheadOracle])
+def test_few_blocks_give_the_same_answers(drafter):
     """Requests are preempted in the middle of their answers, and guesses never take a block that another request needs."""
     options = params(max_tokens=40)
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
-    engine = speculating(Oracle(texts), blocks=24)
+    engine = speculating(drafter(texts), blocks=24, overlap=drafter.guesses_ahead)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
     assert sum(request.preemptions for (request,) in requests) > 0

@@ -37,6 +37,7 @@ from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.states import StatePool
 from flyweight.engine.tokenizer import Detokenizer
 from flyweight.errors import RequestError, unknown
+from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.stall import explain
 
 CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
@@ -206,6 +207,7 @@ class Engine:
                     self._land()
                     self._tell_all()
                 elif flight is not None and flight.speculative:
+                    self._prepare()
                     self._land()  # the next step waits for its tokens, but not for their text
             except BaseException as error:
                 cause = explain(error)
@@ -231,25 +233,32 @@ class Engine:
             self._land()
 
     def _read_for_guesses(self) -> None:
-        """Whoever guesses needs the tokens of the step in flight; where nobody will, the next step
-        is launched before that one is read.
+        """Whoever guesses needs the tokens of the step in flight, unless it guesses them as well;
+        where nobody will, the next step is launched before that one is read.
         """
         speculator = self.speculator
         if self.flight is None:
             return
         if not self.overlap or (
-            speculator is not None and speculator.promising(self.scheduler.running)
+            speculator is not None
+            and not speculator.drafter.guesses_ahead
+            and speculator.promising(self.scheduler.running)
         ):
             self._land()
 
     def _draft(self) -> dict[int, Sequence[int]]:
         """Guesses for the next step, by request."""
         speculator = self.speculator
-        return (
-            speculator.propose(self.scheduler.running)
-            if speculator is not None and self.flight is None
-            else {}
-        )
+        if speculator is None or (self.flight is not None and not speculator.drafter.guesses_ahead):
+            return {}
+        return speculator.propose(self.scheduler.running)
+
+    def _prepare(self) -> None:
+        """While a step with guesses runs: what the one after it would need otherwise, with the
+        device waiting.
+        """
+        self.scheduler.reserve(CHUNK)
+        self.runner.prepare()
 
     def _land(self) -> None:
         """Read the step in flight."""
@@ -350,16 +359,19 @@ class Engine:
             ]
         if not result.tokens:
             return
-        news = self.untold.setdefault(request.number, News(request, len(request.text)))
+        news = self.untold.get(request.number)
+        if news is None:
+            news = self.untold[request.number] = News(request, len(request.text))
         known = len(request.tokens)
         for token in result.tokens:
             self._take(news, token)
             if request.finished:  # what comes after it was never asked for
                 break
         count = len(request.tokens) - known
-        logprobs = result.logprobs[:count]
-        request.logprobs += logprobs
-        news.logprobs += logprobs
+        if result.logprobs:
+            logprobs = result.logprobs[:count]
+            request.logprobs += logprobs
+            news.logprobs += logprobs
         request.chunks.append((now, count))
         if request.finished:
             self._tell_news(request)

@@ -123,7 +123,7 @@ class Flight:
     # number of a work, the prompt tokens after each of its own
     prompts: list[tuple[int, list[int]]]
 
-    @property
+    @functools.cached_property
     def speculative(self) -> bool:
         """How many tokens it gives is known when it is read."""
         return any(work.drafts for work in self.works)
@@ -140,11 +140,13 @@ class Flight:
             work = self.works[i]
             chosen = tokens[place : place + work.outputs]
             kept = chosen[: count_accepted(work.drafts, chosen) + 1]
-            listed = [
-                logprob(token, triple, place + k, work.request.params.logprobs)
-                for k, token in enumerate(kept)
-            ]
-            found[i] = Result(kept, [item for item in listed if item])
+            found[i].tokens = kept
+            if triple is not None:
+                listed = [
+                    logprob(token, triple, place + k, work.request.params.logprobs)
+                    for k, token in enumerate(kept)
+                ]
+                found[i].logprobs = [item for item in listed if item]
         for k, (i, follow) in enumerate(self.prompts):
             at = 3 * (k + self.answers)
             count = self.works[i].request.params.prompt_logprobs
@@ -273,6 +275,13 @@ class Runner:
                 launched()
             return choose()
 
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Tables for the next step with guesses, while the device is busy."""
+        self.rows.extend()
+        if self.shared_steps is not None:
+            self.shared_rows.copy_tables()
+
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
@@ -333,7 +342,7 @@ class Runner:
                 sampled, at, lengths, likeliest = (
                     tensor.index_select(0, kept) for tensor in (sampled, at, lengths, likeliest)
                 )
-            tokens = self._choose(works, sampled, at, lengths.long(), likeliest)
+            tokens = self._choose(works, sampled, at, lengths, likeliest)
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
             flight = self._land(
                 works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens
@@ -367,7 +376,7 @@ class Runner:
             tokens, last = rows.tokens[:0], logits[:0]
             if sampling:
                 last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
-                tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
+                tokens = self._choose(chosen, last, packed.rows, packed.lengths - 1)
             flight = self._land(works, places, last, tokens, logits, packed.spans)
             if self.follower is not None:
                 self.follower.after_pass(works, packed, tokens)
@@ -384,7 +393,7 @@ class Runner:
         likeliest: Tensor | None = None,
     ) -> Tensor:
         """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the
-        position that it fills, and its likeliest token where that is known. Where none of them has
+        position that it fills (int32), and its likeliest token where that is known. Where none of them has
         drafts they are the next step's input; else the host says what is kept (`settle`).
         """
         rows = self.rows
@@ -395,9 +404,9 @@ class Runner:
             if rows.mode == GREEDY and likeliest is not None and not allowed:
                 return likeliest
             return choose_after_drafts(
-                masked(logits, allowed) if allowed else logits, rows, works, at, positions
+                masked(logits, allowed) if allowed else logits, rows, works, at, positions.long()
             )
-        rows.lengths.index_copy_(0, at, (positions + 1).int())
+        rows.lengths.index_copy_(0, at, positions + 1)
         rows.behind.difference_update(request.number for request in requests)
         return rows.choose(logits, at, allowed)
 

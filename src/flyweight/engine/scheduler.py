@@ -358,6 +358,15 @@ class Scheduler:
             spare = room
         return drafts[: max(0, min(room, spare))]
 
+    def reserve(self, count: int) -> None:
+        """Blocks for so many more tokens of each answer, as far as nobody else could want them."""
+        for request in self.running:
+            if request.missing != 1 or self.pool.available <= 2 * len(self.running):
+                continue
+            more = min(count, request.limit - request.computed)
+            if self.long_prompts is None and more > 0:
+                self._extend(request, more)
+
     def _work(self, request: Request, count: int, drafts: Sequence[int] = ()) -> Work:
         samples = count == request.missing
         work = Work(

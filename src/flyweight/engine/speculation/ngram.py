@@ -98,6 +98,8 @@ class Reader:
 
 
 class NgramDrafter:
+    guesses_ahead = True  # a token in flight is one that must be guessed too
+
     def __init__(self) -> None:
         self.readers: dict[int, Reader] = {}
         self.answers: OrderedDict[bytes, TokenIndex] = OrderedDict()  # earlier ones, by salt
@@ -106,11 +108,14 @@ class NgramDrafter:
         """There is nothing to prepare."""
 
     def promising(self, request: Request) -> bool:
-        """The token in flight is one that must be guessed too, so a single one is of no use."""
-        return len(self._guess(request, 1 + request.pending)) > request.pending
+        return True
 
     def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> dict[int, list[int]]:
-        return {request.number: self._guess(request, most[request.number]) for request in requests}
+        found = {}
+        for request in requests:
+            unread = request.pending
+            found[request.number] = self._guess(request, unread + most[request.number])[unread:]
+        return found
 
     def _guess(self, request: Request, count: int) -> list[int]:
         reader = self.readers.setdefault(request.number, Reader())

@@ -5,14 +5,17 @@
     sequence 5, length 12, none              →  a row of length 12, rows before: 0
 
 `Rows` has one row a sequence, and keeps it from step to step. These are made anew for each step
-from what the host knows; block tables and adapters alone are copied from there, on the device.
+from what the host knows. What comes from `Rows`, on the device, is block tables, adapters, and last
+tokens that the host has not read yet.
+
+The device waits while a step with guesses is prepared, so that is made short: all integers go in
+one copy, and tables are copied only when a sequence got blocks or another place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import LateDrafts
 from flyweight.kernels.attention.decode import CHUNK
+from flyweight.transfer import StagedColumns
 
 CAPACITY = 64
 # Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are
@@ -41,16 +45,12 @@ class SharedRows:
         # the likeliest after each row
         self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=rows.device)
         self._uncounted = torch.zeros(CAPACITY, dtype=torch.int32, device=rows.device)
-        # what one copy brings: tokens, places in `rows`, sampled rows, first rows, lengths and rows
-        # before
-        self._staged = torch.zeros(40 * CAPACITY, dtype=torch.uint8, device=rows.device)
-        words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
-        self.tokens = words[:CAPACITY]
-        self.at = words[CAPACITY : 2 * CAPACITY]
-        self.sampled = words[2 * CAPACITY : 3 * CAPACITY]
-        self.first = words[3 * CAPACITY : 4 * CAPACITY]  # of each sequence
-        self.lengths = halves[8 * CAPACITY : 9 * CAPACITY]
-        self.before = halves[9 * CAPACITY :]
+        self._columns = StagedColumns(rows.device, CAPACITY, "qqqqqqii")
+        self.tokens, self.at, self.sampled, self.first = self._columns.views[:4]
+        self._unread, self._unread_at = self._columns.views[4:6]
+        self.lengths, self.before = self._columns.views[6:]
+        self._of: list[int] = []  # the rows whose tables were copied,
+        self._version = -1  # and `Rows.version` then
 
     @property
     def taken(self) -> tuple[Tensor, Tensor]:
@@ -67,13 +67,17 @@ class SharedRows:
 
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel
-        takes, which the host knows.
+        takes. A last token that the host does not know must be on the device.
         """
+        rows = self.rows
         return sum(work.count for work in works) <= CAPACITY and all(
             work.samples
             and work.count <= CHUNK
-            and work.start + work.known <= len(work.request.tokens)
-            and work.request.number in self.rows.row_of
+            and work.request.number in rows.row_of
+            and (
+                work.start + work.known <= len(work.request.tokens)
+                or work.request.number not in rows.behind
+            )
             for work in works
         )
 
@@ -84,39 +88,54 @@ class SharedRows:
         sampled: list[int] = []
         first: list[int] = []
         late: list[tuple[int, LateDrafts]] = []
+        unread: list[int] = []
+        unread_at: list[int] = []
         tokens: list[int] = []
         at: list[int] = []
         lengths: list[int] = []
         before: list[int] = []
         for work in works:
-            first.append(len(tokens))
-            tokens += work.request.tokens[work.start : work.start + work.known]
+            request = work.request
+            row = self.rows.row_of[request.number]
+            begin = len(tokens)
+            end = begin + work.count
+            first.append(begin)
+            tokens += request.tokens[work.start : work.start + work.known]
+            if work.start + work.known > len(request.tokens):
+                unread.append(len(tokens))
+                unread_at.append(row)
+                tokens.append(0)
             if isinstance(work.drafts, LateDrafts):
                 late.append((len(tokens), work.drafts))
                 tokens += [0] * len(work.drafts)
             else:
                 tokens += work.drafts
-            sampled += range(len(tokens) - work.outputs, len(tokens))
-            at += [self.rows.row_of[work.request.number]] * work.count
+            sampled += range(end - work.outputs, end)
+            at += [row] * work.count
             lengths += range(work.start + 1, work.start + 1 + work.count)
             before += range(work.count)
-        self._stage((tokens, at, sampled, first), (lengths, before))
+        self._columns.put(tokens, at, sampled, first, unread, unread_at, lengths, before)
+        if unread:
+            self.tokens.index_copy_(
+                0,
+                self._unread[: len(unread)],
+                self.rows.tokens.index_select(0, self._unread_at[: len(unread)]),
+            )
         for begin, drafts in late:
             drafts.put(self.tokens[begin : begin + len(drafts)])
-        torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
-        if self.adapters is not None and self.rows.adapters is not None:
-            torch.index_select(self.rows.adapters, 0, self.at, out=self.adapters)
+        if self._of[: len(at)] != at:
+            self._of = at
+            self._version = -1
+        self.copy_tables()
         return len(tokens)
 
-    def _stage(self, wide: Sequence[list[int]], narrow: Sequence[list[int]]) -> None:
-        """All columns in one copy, filled up with zeros: rows of length 0 are nobody's."""
-        pinned = self.rows.device.type == "cuda"
-        staged = torch.empty(self._staged.shape, dtype=torch.uint8, pin_memory=pinned)
-        found = staged.numpy()
-        found.fill(0)
-        split = 8 * CAPACITY * len(wide)
-        words = found[:split].view(numpy.int64).reshape(-1, CAPACITY)
-        halves = found[split:].view(numpy.int32).reshape(-1, CAPACITY)
-        for row, column in zip((*words, *halves), (*wide, *narrow), strict=True):
-            row[: len(column)] = column
-        self._staged.copy_(staged, non_blocking=True)
+    def copy_tables(self) -> None:
+        """And adapters, of the sequences in the latest step; rows behind those may have any."""
+        rows = self.rows
+        if self._version == rows.version:
+            return
+        self._version = rows.version
+        torch.index_select(rows.tables, 0, self.at, out=self.tables)
+        if self.adapters is not None and rows.adapters is not None:
+            torch.index_select(rows.adapters, 0, self.at, out=self.adapters)
+
