@@ -393,8 +393,8 @@ class Runner:
         likeliest: Tensor | None = None,
     ) -> Tensor:
         """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the
-        position that it fills (int32), and its likeliest token where that is known. Where none of them has
-        drafts they are the next step's input; else the host says what is kept (`settle`).
+        position that it fills (int32), and its likeliest token where that is known. Where none of
+        them has drafts they are the next step's input; else the host says what is kept (`settle`).
         """
         rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]

@@ -7,7 +7,8 @@ of the same cache salt were answered. Each text is indexed by its runs of GRAM t
 dictionary entry a token; of the latest places where the last GRAM tokens stood, that with the
 longest common past is continued. Nothing is found: nothing is spent but a lookup.
 
-A request whose guesses were wrong has to show a longer common past before the next one.
+A request has to show a longer common past before its first guess, and after wrong ones: three tokens
+that stood somewhere before are nothing special in a long answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from flyweight.engine.request import Request
 
 GRAM = 3  # tokens that must agree, at least
+FIRST = 5  # and before anything was right
 LONGEST = 12  # and at most: a request that failed often asks for so many
 CANDIDATES = 8  # places that are compared
 PAST = 24  # tokens that are compared there
@@ -94,7 +96,7 @@ class Reader:
     """A request's own text, and how much must agree before it guesses."""
 
     index: TokenIndex = field(default_factory=TokenIndex)
-    needed: int = GRAM
+    needed: int = FIRST
 
 
 class NgramDrafter:

@@ -138,4 +138,3 @@ class SharedRows:
         torch.index_select(rows.tables, 0, self.at, out=self.tables)
         if self.adapters is not None and rows.adapters is not None:
             torch.index_select(rows.adapters, 0, self.at, out=self.adapters)
-

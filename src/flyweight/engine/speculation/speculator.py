@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flyweight.engine.request import Request, State
 from flyweight.engine.speculation.drafter import Drafter
-from flyweight.engine.speculation.lengths import Lengths
+from flyweight.engine.speculation.lengths import MOST_ROWS, Lengths
 
 
 class Speculator:
@@ -49,6 +49,8 @@ class Speculator:
 
     def propose(self, running: Sequence[Request]) -> dict[int, Sequence[int]]:
         """Guesses by request number; requests without any are left out."""
+        if 2 * len(running) > MOST_ROWS:  # nobody has room for any
+            return {}
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
         rooms = self.lengths.most(requests)
