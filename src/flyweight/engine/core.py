@@ -268,7 +268,7 @@ class Engine:
         results = flight.results()
         now = time.perf_counter()
         self._learn(flight, now)
-        if flight.speculative:
+        if flight.speculative and self.runner.rows.mode.penalized:
             self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
             work.request.pending -= work.samples
@@ -362,12 +362,7 @@ class Engine:
         news = self.untold.get(request.number)
         if news is None:
             news = self.untold[request.number] = News(request, len(request.text))
-        known = len(request.tokens)
-        for token in result.tokens:
-            self._take(news, token)
-            if request.finished:  # what comes after it was never asked for
-                break
-        count = len(request.tokens) - known
+        count = self._take(news, result.tokens)
         if result.logprobs:
             logprobs = result.logprobs[:count]
             request.logprobs += logprobs
@@ -376,23 +371,29 @@ class Engine:
         if request.finished:
             self._tell_news(request)
 
-    def _take(self, news: News, token: int) -> None:
-        """The answer's next token, which may be its last. Only stop strings need its
-        text at once.
+    def _take(self, news: News, tokens: Sequence[int]) -> int:
+        """The answer's next tokens, up to the one that ends it; returns how many. Only stop strings
+        need their text at once.
         """
         request = news.request
-        request.tokens.append(token)
-        news.tokens.append(token)
         text = self.detokenizers.get(request.number)
-        if text and text.stop:
-            self._spell(request)
-        if token in request.end_ids:
-            self._finish(request, "stop", token if token in request.params.stop_token_ids else None)
-            return
-        if text and text.stopped_by:
-            self._finish(request, "stop", text.stopped_by)
-        elif len(request.tokens) >= request.limit:
-            self._finish(request, "length")
+        spelled = text is not None and bool(text.stop)
+        for count, token in enumerate(tokens, 1):
+            request.tokens.append(token)
+            news.tokens.append(token)
+            if spelled:
+                self._spell(request)
+            if token in request.end_ids:
+                wanted = token in request.params.stop_token_ids
+                self._finish(request, "stop", token if wanted else None)
+            elif text is not None and text.stopped_by:
+                self._finish(request, "stop", text.stopped_by)
+            elif len(request.tokens) >= request.limit:
+                self._finish(request, "length")
+            else:
+                continue
+            return count  # what comes after it was never asked for
+        return len(tokens)
 
     def _spell(self, request: Request) -> None:
         """Make text of its tokens that were read."""

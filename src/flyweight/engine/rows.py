@@ -165,10 +165,11 @@ class Rows:
         if not requests:
             return
         if len(requests) == len(self):
-            self._columns.put(
-                [request.tokens[-1] for request in requests],
-                [len(request.tokens) for request in requests],
-            )
+            stage = self._columns.begin()
+            stage.clear()
+            stage.write(0, [request.tokens[-1] for request in requests])
+            stage.write(1, [len(request.tokens) for request in requests])
+            self._columns.send(stage)
             return
         rows, tokens, lengths = upload(
             self.device,

@@ -138,8 +138,8 @@ class Flight:
         triple = rest[:3] if self.answers else None
         for i, place in self.places.items():
             work = self.works[i]
-            chosen = tokens[place : place + work.outputs]
-            kept = chosen[: count_accepted(work.drafts, chosen) + 1]
+            accepted = count_accepted(work.drafts, tokens, place)
+            kept = tokens[place : place + accepted + 1]
             found[i].tokens = kept
             if triple is not None:
                 listed = [
@@ -412,10 +412,8 @@ class Runner:
 
     @torch.inference_mode()
     def settle(self, works: Sequence[Work], results: Sequence[Result]) -> None:
-        """After a step with drafts: the tokens that were kept count for penalties."""
+        """After a step with drafts, where a row has penalties: the tokens that were kept count."""
         rows = self.rows
-        if not rows.mode.penalized:
-            return
         pairs = [
             (rows.row_of[work.request.number], token)
             for work, result in zip(works, results, strict=True)

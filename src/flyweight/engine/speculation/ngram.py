@@ -7,8 +7,8 @@ of the same cache salt were answered. Each text is indexed by its runs of GRAM t
 dictionary entry a token; of the latest places where the last GRAM tokens stood, that with the
 longest common past is continued. Nothing is found: nothing is spent but a lookup.
 
-A request has to show a longer common past before its first guess, and after wrong ones: three tokens
-that stood somewhere before are nothing special in a long answer.
+A request has to show a longer common past before its first guess, and after wrong ones: three
+tokens that stood somewhere before are nothing special in a long answer.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ class TokenIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         listed, last, before = self.tokens, self.last, self.before
-        for token in tokens:
-            end = len(listed)
-            listed.append(token)
-            gram = tuple(listed[end - GRAM + 1 : end + 1]) if end >= GRAM - 1 else ()
-            before.append(last.get(gram, -1) if gram else -1)
-            if gram:
-                last[gram] = end
+        known = len(listed)
+        listed.extend(tokens)
+        for end in range(known, len(listed)):
+            if end < GRAM - 1:
+                before.append(-1)
+                continue
+            gram = tuple(listed[end - GRAM + 1 : end + 1])
+            before.append(last.get(gram, -1))
+            last[gram] = end
 
     def match(self, past: Sequence[int], needed: int, *, own: bool) -> int | None:
         """Where the end of `past` stood, with `needed` tokens before it agreeing; of several the
@@ -120,7 +122,9 @@ class NgramDrafter:
         return found
 
     def _guess(self, request: Request, count: int) -> list[int]:
-        reader = self.readers.setdefault(request.number, Reader())
+        reader = self.readers.get(request.number)
+        if reader is None:
+            reader = self.readers[request.number] = Reader()
         index, tokens = reader.index, request.tokens
         index.extend(tokens[len(index.tokens) :])
         if (place := index.match(tokens, reader.needed, own=True)) is not None:

@@ -23,7 +23,7 @@ from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import LateDrafts
 from flyweight.kernels.attention.decode import CHUNK
-from flyweight.transfer import StagedColumns
+from flyweight.transfer import Stage, StagedColumns
 
 CAPACITY = 64
 # Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are
@@ -31,6 +31,8 @@ CAPACITY = 64
 # benchmarks/workshop/speculation-h200.jsonl).
 FUSED_SIZES = (1, 2, 4)
 SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
+KINDS = "qqqqqqii"  # of the columns that one copy brings
+TOKENS, AT, SAMPLED, FIRST, UNREAD, UNREAD_AT, LENGTHS, BEFORE = range(len(KINDS))
 
 
 class SharedRows:
@@ -45,11 +47,13 @@ class SharedRows:
         # the likeliest after each row
         self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=rows.device)
         self._uncounted = torch.zeros(CAPACITY, dtype=torch.int32, device=rows.device)
-        self._columns = StagedColumns(rows.device, CAPACITY, "qqqqqqii")
-        self.tokens, self.at, self.sampled, self.first = self._columns.views[:4]
-        self._unread, self._unread_at = self._columns.views[4:6]
-        self.lengths, self.before = self._columns.views[6:]
-        self._of: list[int] = []  # the rows whose tables were copied,
+        self._columns = StagedColumns(rows.device, CAPACITY, KINDS)
+        views = self._columns.views
+        self.tokens, self.lengths, self.before = views[TOKENS], views[LENGTHS], views[BEFORE]
+        self.at, self.sampled, self.first = views[AT], views[SAMPLED], views[FIRST]
+        self._unread, self._unread_at = views[UNREAD], views[UNREAD_AT]
+        # the rows whose tables were copied, and how many times each,
+        self._of: list[tuple[int, int]] = []
         self._version = -1  # and `Rows.version` then
 
     @property
@@ -85,23 +89,19 @@ class SharedRows:
         """Make the rows of this step, and the list of those that are sampled from; returns how many
         rows.
         """
-        sampled: list[int] = []
-        first: list[int] = []
         late: list[tuple[int, LateDrafts]] = []
         unread: list[int] = []
         unread_at: list[int] = []
         tokens: list[int] = []
-        at: list[int] = []
         lengths: list[int] = []
-        before: list[int] = []
+        layout: list[tuple[int, int, int]] = []
         for work in works:
-            request = work.request
+            request, start, count = work.request, work.start, work.count
+            known = count - len(work.drafts)
             row = self.rows.row_of[request.number]
-            begin = len(tokens)
-            end = begin + work.count
-            first.append(begin)
-            tokens += request.tokens[work.start : work.start + work.known]
-            if work.start + work.known > len(request.tokens):
+            layout.append((row, count, work.outputs))
+            tokens += request.tokens[start : start + known]
+            if start + known > len(request.tokens):
                 unread.append(len(tokens))
                 unread_at.append(row)
                 tokens.append(0)
@@ -110,19 +110,22 @@ class SharedRows:
                 tokens += [0] * len(work.drafts)
             else:
                 tokens += work.drafts
-            sampled += range(end - work.outputs, end)
-            at += [row] * work.count
-            lengths += range(work.start + 1, work.start + 1 + work.count)
-            before += range(work.count)
-        self._columns.put(tokens, at, sampled, first, unread, unread_at, lengths, before)
+            lengths += range(start + 1, start + 1 + count)
+        stage = self._columns.begin()
+        if stage.layout != layout:
+            write_layout(stage, layout)
+        stage.write(TOKENS, tokens)
+        stage.write(LENGTHS, lengths)
         if unread:
-            self.tokens.index_copy_(
-                0,
-                self._unread[: len(unread)],
-                self.rows.tokens.index_select(0, self._unread_at[: len(unread)]),
-            )
+            stage.write(UNREAD, unread)
+            stage.write(UNREAD_AT, unread_at)
+        self._columns.send(stage)
+        if unread:
+            values = self.rows.tokens.index_select(0, self._unread_at[: len(unread)])
+            self.tokens.index_copy_(0, self._unread[: len(unread)], values)
         for begin, drafts in late:
             drafts.put(self.tokens[begin : begin + len(drafts)])
+        at = [(row, count) for row, count, _ in layout]
         if self._of[: len(at)] != at:
             self._of = at
             self._version = -1
@@ -138,3 +141,22 @@ class SharedRows:
         torch.index_select(rows.tables, 0, self.at, out=self.tables)
         if self.adapters is not None and rows.adapters is not None:
             torch.index_select(rows.adapters, 0, self.at, out=self.adapters)
+
+
+def write_layout(stage: Stage, layout: list[tuple[int, int, int]]) -> None:
+    """What stays as it is while the same sequences have as many rows: of each the place in `Rows`,
+    rows, and rows that are sampled from. All else becomes 0: rows of length 0 are nobody's.
+    """
+    sampled: list[int] = []
+    first: list[int] = []
+    at: list[int] = []
+    before: list[int] = []
+    for row, count, outputs in layout:
+        first.append(len(at))
+        at += [row] * count
+        before += range(count)
+        sampled += range(len(at) - outputs, len(at))
+    stage.clear()
+    stage.layout = layout
+    for column, values in ((AT, at), (SAMPLED, sampled), (FIRST, first), (BEFORE, before)):
+        stage.write(column, values)

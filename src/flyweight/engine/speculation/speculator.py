@@ -54,11 +54,13 @@ class Speculator:
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
         rooms = self.lengths.most(requests)
-        most = {
-            request.number: min(rooms[request.number], request.limit - request.length - 1)
-            for request in requests
-        }
-        wanting = [request for request in requests if most[request.number] > 0]
+        most = {}
+        wanting = []
+        for request in requests:
+            room = min(rooms[request.number], request.limit - request.length - 1)
+            if room > 0:
+                most[request.number] = room
+                wanting.append(request)
         drafts = self.drafter.propose(wanting, most) if wanting else {}
         self.seconds += time.perf_counter() - begin
         return {number: guesses for number, guesses in drafts.items() if guesses}
@@ -79,5 +81,10 @@ def may_guess(request: Request) -> bool:
     """Answers whose next token is free. Under a grammar every token changes what may follow, so
     those go one by one.
     """
-    answering = request.state is State.RUNNING and request.missing == 1
-    return answering and request.constraint is None and request.limit - request.length > 1
+    length = request.length
+    return (
+        length - request.computed == 1
+        and length + 1 < request.limit
+        and request.constraint is None
+        and request.state is State.RUNNING
+    )
