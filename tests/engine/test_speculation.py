@@ -120,20 +120,38 @@ class AheadOracle(Oracle):
         return super().propose(requests, most)
 
 
+@pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("kind", SAMPLING)
-def test_guesses_behind_tokens_in_flight_are_checked_all_the_same(kind):
+def test_guesses_behind_tokens_in_flight_are_checked_all_the_same(kind, follows):
+    """`follows`: and steps behind such guesses are launched before anybody knows how many of them were right."""
     options = params(max_tokens=24, **SAMPLING[kind])
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
     oracle = AheadOracle(texts)
     engine = speculating(oracle, captured=True)
+    engine.speculator.follows = lambda works: follows
+    behind_guesses = count_followed(engine)
     first = [engine.submit(prompt, options) for prompt in PROMPTS[:2]]
     for _ in range(6):  # the others' prompts come in the middle of these answers
         engine.step()
     assert run(engine, *first, *(engine.submit(prompt, options) for prompt in PROMPTS[2:])) == want
     assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
     assert oracle.behind_flights > 4
+    assert (len(behind_guesses) > 2) == (follows and kind != "penalized")
     assert len(engine.runner.steps.taken) > 2 and len(engine.runner.shared_steps.taken) > 2
+
+
+def count_followed(engine):
+    """Steps that are launched behind one with guesses, which nobody has read."""
+    found, launch = [], engine.runner.launch
+
+    def counting(works, launched=None):
+        if engine.flight is not None and engine.flight.speculative:
+            found.append(len(works))
+        return launch(works, launched)
+
+    engine.runner.launch = counting
+    return found
 
 
 @pytest.mark.parametrize("drafter", [Oracle, AheadOracle])
@@ -142,7 +160,8 @@ def test_few_blocks_give_the_same_answers(drafter):
     options = params(max_tokens=40)
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
-    engine = speculating(drafter(texts), blocks=24, overlap=drafter.guesses_ahead)
+    engine = speculating(drafter(texts), blocks=24, captured=drafter.guesses_ahead)
+    engine.speculator.follows = lambda works: True
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
     assert sum(request.preemptions for (request,) in requests) > 0

@@ -101,7 +101,8 @@ class Engine:
         # each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
-        self.begun = 0.0  # when that step was begun,
+        self.scheduling = 0.0  # when the latest step was begun,
+        self.begun = 0.0  # when the one in flight was,
         self.behind: Flight | None = None  # and which one the device was busy with then
         self.adapters = slots_of(model)
         self.speculator: Speculator | None = None  # who guesses tokens, if anybody does
@@ -196,7 +197,7 @@ class Engine:
             self._empty_inbox()
             try:
                 self._read_for_guesses()
-                begin = time.perf_counter()
+                begin = self.scheduling = time.perf_counter()
                 works = self.scheduler.schedule(self._draft())
                 behind = self.flight
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
@@ -208,7 +209,8 @@ class Engine:
                     self._tell_all()
                 elif flight is not None and flight.speculative:
                     self._prepare()
-                    self._land()  # the next step waits for its tokens, but not for their text
+                    if not self._can_follow(flight):
+                        self._land()  # the next step waits for its tokens, but not for their text
             except BaseException as error:
                 cause = explain(error)
                 self._abandon(cause)
@@ -228,7 +230,9 @@ class Engine:
     def _launched(self, works: Sequence[Work]) -> None:
         """The model runs, tokens are still to be chosen."""
         for work in works:
-            work.request.pending += work.samples
+            work.request.pending += work.outputs
+        if self.speculator is not None and any(work.drafts for work in works):
+            self.speculator.prepared(time.perf_counter() - self.scheduling)
         if any(work.samples and work.request.constraint for work in works):
             self._land()
 
@@ -236,20 +240,43 @@ class Engine:
         """Whoever guesses needs the tokens of the step in flight, unless it guesses them as well;
         where nobody will, the next step is launched before that one is read.
         """
-        speculator = self.speculator
-        if self.flight is None:
+        speculator, flight = self.speculator, self.flight
+        if flight is None:
             return
-        if not self.overlap or (
-            speculator is not None
-            and not speculator.drafter.guesses_ahead
-            and speculator.promising(self.scheduler.running)
-        ):
+        if flight.speculative:
+            wanted = not self._can_follow(flight)
+        elif speculator is None or speculator.drafter.guesses_ahead:
+            wanted = False
+        else:
+            wanted = speculator.promising(self.scheduler.running)
+        if wanted or not self.overlap:
             self._land()
+
+    def _can_follow(self, flight: Flight) -> bool:
+        """Whether a step without guesses can be launched behind this one with guesses before it is
+        read, and should be. The device alone knows how many of the guesses were right, so nothing
+        else may happen in that step: every row goes on, and finds its token and length there.
+        Until then all guesses count as right (`Request.pending`): blocks are there for them.
+        """
+        speculator, scheduler, running = self.speculator, self.scheduler, self.scheduler.running
+        return (
+            speculator is not None
+            and speculator.drafter.guesses_ahead
+            and not scheduler.waiting
+            and scheduler.long_prompts is None
+            and len(flight.works) == len(running)
+            and self.pool.available > 2 * len(running)
+            and not any(request.complete or request.constraint for request in running)
+            and self.runner.can_follow(flight.works)
+            and speculator.follows(flight.works)
+        )
 
     def _draft(self) -> dict[int, Sequence[int]]:
         """Guesses for the next step, by request."""
-        speculator = self.speculator
-        if speculator is None or (self.flight is not None and not speculator.drafter.guesses_ahead):
+        speculator, flight = self.speculator, self.flight
+        if speculator is None:
+            return {}
+        if flight is not None and (flight.speculative or not speculator.drafter.guesses_ahead):
             return {}
         return speculator.propose(self.scheduler.running)
 
@@ -271,7 +298,7 @@ class Engine:
         if flight.speculative and self.runner.rows.mode.penalized:
             self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
-            work.request.pending -= work.samples
+            work.request.pending -= work.outputs
             if work.request.finished:
                 continue
             if work.drafts:
@@ -294,7 +321,7 @@ class Engine:
                 seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in works)
             )
         if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
-            self.speculator.lengths.learn(seconds, sum(work.count for work in works))
+            self.speculator.learn(seconds, sum(work.count for work in works))
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)

@@ -282,6 +282,21 @@ class Runner:
         if self.shared_steps is not None:
             self.shared_rows.copy_tables()
 
+    def can_follow(self, works: Sequence[Work]) -> bool:
+        """Whether the rows of all that run are those of this step with guesses, which has left
+        there what a captured step goes on from.
+        """
+        rows = self.rows
+        return (
+            self.steps is not None
+            and not rows.mode.penalized
+            and len(rows) == len(works) <= self.steps.largest
+            and all(
+                work.request.number in rows.row_of and work.request.number not in rows.behind
+                for work in works
+            )
+        )
+
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
@@ -347,8 +362,11 @@ class Runner:
             flight = self._land(
                 works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens
             )
-            if self.follower is not None:  # once the tokens are on their way to the host
+            # once the tokens are on their way to the host
+            if self.follower is not None:
                 self.follower.after_rows(works, rows, tokens)
+            elif flight.speculative:
+                rows.go_on(tokens)
             return flight
 
         return choose

@@ -408,7 +408,8 @@ class Scheduler:
         """So many of the work's drafts were right: the others' slots are free for what comes
         instead.
         """
-        work.request.computed -= len(work.drafts) - accepted
+        if work.request.state is State.RUNNING:  # nobody took its blocks since
+            work.request.computed -= len(work.drafts) - accepted
 
     def _register(self, request: Request) -> None:
         """Make its full blocks findable, as far as their tokens are known."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import LateDrafts
+from flyweight.kernels.accept import last_rows
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.transfer import Stage, StagedColumns
 
@@ -31,8 +32,8 @@ CAPACITY = 64
 # benchmarks/workshop/speculation-h200.jsonl).
 FUSED_SIZES = (1, 2, 4)
 SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
-KINDS = "qqqqqqii"  # of the columns that one copy brings
-TOKENS, AT, SAMPLED, FIRST, UNREAD, UNREAD_AT, LENGTHS, BEFORE = range(len(KINDS))
+KINDS = "qqqqqqqii"  # of the columns that one copy brings
+TOKENS, AT, SAMPLED, FIRST, UNREAD, UNREAD_AT, GUESSES, LENGTHS, BEFORE = range(len(KINDS))
 
 
 class SharedRows:
@@ -52,6 +53,9 @@ class SharedRows:
         self.tokens, self.lengths, self.before = views[TOKENS], views[LENGTHS], views[BEFORE]
         self.at, self.sampled, self.first = views[AT], views[SAMPLED], views[FIRST]
         self._unread, self._unread_at = views[UNREAD], views[UNREAD_AT]
+        self._guesses = views[GUESSES]
+        # of the latest step, where each had one known token and guesses that the host knows; else 0
+        self._sequences = 0
         # the rows whose tables were copied, and how many times each,
         self._of: list[tuple[int, int]] = []
         self._version = -1  # and `Rows.version` then
@@ -95,6 +99,7 @@ class SharedRows:
         tokens: list[int] = []
         lengths: list[int] = []
         layout: list[tuple[int, int, int]] = []
+        guesses: list[int] = []  # after each row; −1: none
         for work in works:
             request, start, count = work.request, work.start, work.count
             known = count - len(work.drafts)
@@ -110,16 +115,20 @@ class SharedRows:
                 tokens += [0] * len(work.drafts)
             else:
                 tokens += work.drafts
+            guesses += work.drafts if not late else ()
+            guesses.append(-1)
             lengths += range(start + 1, start + 1 + count)
         stage = self._columns.begin()
         if stage.layout != layout:
             write_layout(stage, layout)
         stage.write(TOKENS, tokens)
         stage.write(LENGTHS, lengths)
+        stage.write(GUESSES, guesses)
         if unread:
             stage.write(UNREAD, unread)
             stage.write(UNREAD_AT, unread_at)
         self._columns.send(stage)
+        self._sequences = 0 if late or any(work.known > 1 for work in works) else len(works)
         if unread:
             values = self.rows.tokens.index_select(0, self._unread_at[: len(unread)])
             self.tokens.index_copy_(0, self._unread[: len(unread)], values)
@@ -131,6 +140,21 @@ class SharedRows:
             self._version = -1
         self.copy_tables()
         return len(tokens)
+
+    def go_on(self, chosen: Tensor) -> None:
+        """The rows of `Rows` take what the step ends with: the token chosen behind the last right
+        guess, and the length that counts it. Then they are not behind any more. Where the step had
+        other rows than a token and its guesses each, the host sees to it (`Rows.catch_up`).
+        """
+        if not self._sequences:
+            return
+        rows = self.rows
+        last = last_rows(chosen, self._guesses[: len(chosen)], self.first[: self._sequences])
+        at = self.at.index_select(0, last)
+        rows.tokens.index_copy_(0, at, chosen.index_select(0, last))
+        rows.lengths.index_copy_(0, at, self.lengths.index_select(0, last) + 1)
+        settled = self._of[: self._sequences]
+        rows.behind.difference_update(rows.requests[row].number for row, _ in settled)
 
     def copy_tables(self) -> None:
         """And adapters, of the sequences in the latest step; rows behind those may have any."""

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 from flyweight.engine.request import Request, State
+from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
-from flyweight.engine.speculation.lengths import MOST_ROWS, Lengths
+from flyweight.engine.speculation.lengths import MOST_ROWS, Lengths, StepTimes
 
 
 class Speculator:
@@ -18,6 +19,9 @@ class Speculator:
         self.accepted = 0  # of those, the right ones
         self.steps = 0  # sequences that had guesses in a step, over all steps
         self.seconds = 0.0  # spent on guessing
+        self.times = StepTimes()
+        self.gap = 0.0  # seconds of the host between a step's tokens and the next launch
+        self.brought = 3.0  # tokens of a step with guesses, of late
 
     def figures(self) -> dict[str, float]:
         """Since the start, for those who measure: means over the steps in which a sequence had
@@ -65,10 +69,28 @@ class Speculator:
         self.seconds += time.perf_counter() - begin
         return {number: guesses for number, guesses in drafts.items() if guesses}
 
+    def learn(self, seconds: float, rows: int) -> None:
+        """A step of so many rows, and nothing else, took so long."""
+        self.times.learn(seconds, rows)
+        self.lengths.learn(seconds, rows)
+
+    def prepared(self, seconds: float) -> None:
+        """It took so long to make guesses and launch a step that checks them."""
+        self.gap = seconds if not self.gap else min(2 * self.gap, 0.9 * self.gap + 0.1 * seconds)
+
+    def follows(self, works: Sequence[Work]) -> bool:
+        """Whether a step without guesses is launched behind this one before it is read. It hides
+        what the host does then: (tokens + 1) of the two instead of tokens of the one and the gap.
+        """
+        step = self.times.of(sum(work.count for work in works))
+        plain = self.times.of(len(works))
+        return (self.brought + 1) / (step + plain) > self.brought / (step + self.gap)
+
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         self.steps += 1
         self.drafted += len(drafts)
         self.accepted += accepted
+        self.brought += 0.1 * (1 + accepted - self.brought)
         self.lengths.observe(request, len(drafts), accepted)
         self.drafter.observe(request, drafts, accepted)
 
