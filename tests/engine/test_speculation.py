@@ -54,6 +54,13 @@ def speculating(drafter, count=4, **options):
     return engine
 
 
+def by(drafter, **options):
+    """Those who guess ahead in an engine whose steps follow theirs before they are read."""
+    engine = speculating(drafter, captured=drafter.guesses_ahead, **options)
+    engine.speculator.follows = lambda works: True
+    return engine
+
+
 SAMPLING = {
     "greedy": dict(),
     "sampled": dict(temperature=0.9, seed=3),
@@ -154,25 +161,28 @@ def count_followed(engine):
     return found
 
 
-@pytest.mark.parametrize("drafter", [Oracle, AheadOracle])
+EITHER = pytest.mark.parametrize("drafter", [Oracle, AheadOracle])
+
+
+@EITHER
 def test_few_blocks_give_the_same_answers(drafter):
     """Requests are preempted in the middle of their answers, and guesses never take a block that another request needs."""
     options = params(max_tokens=40)
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
-    engine = speculating(drafter(texts), blocks=24, captured=drafter.guesses_ahead)
-    engine.speculator.follows = lambda works: True
+    engine = by(drafter(texts), blocks=24)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
     assert sum(request.preemptions for (request,) in requests) > 0
 
 
-def test_a_prefix_that_was_guessed_is_found_again():
+@EITHER
+def test_a_prefix_that_was_guessed_is_found_again(drafter):
     """The blocks of accepted tokens hold what those of a prompt would: a continuation of the answer reuses them."""
     options = params(max_tokens=30)
     prompt = PROMPTS[0]
     answer = alone(prompt, options)
-    engine = speculating(Oracle([prompt + answer]))
+    engine = by(drafter([prompt + answer]))
     run(engine, engine.submit(prompt, options))
     engine.speculator = None
     longer = prompt + answer[:-2]
@@ -181,43 +191,47 @@ def test_a_prefix_that_was_guessed_is_found_again():
     assert request.cached == (len(longer) - 1) // 4 * 4
 
 
-def test_logprobs_are_those_of_the_kept_tokens():
+@EITHER
+def test_logprobs_are_those_of_the_kept_tokens(drafter):
     options = params(max_tokens=20, logprobs=3)
     plain = toy_engine()
     (want,) = plain.submit(PROMPTS[0], options)
     run(plain, [want])
-    engine = speculating(Oracle([want.tokens]))
+    engine = by(drafter([want.tokens]))
     (got,) = engine.submit(PROMPTS[0], options)
     run(engine, [got])
     assert [item.token_id for item in got.logprobs] == want.tokens[len(want.prompt) :]
     assert got.logprobs == want.logprobs
 
 
-def test_an_end_inside_of_the_kept_tokens_ends_the_answer():
+@EITHER
+def test_an_end_inside_of_the_kept_tokens_ends_the_answer(drafter):
     answer = alone(PROMPTS[0], params(max_tokens=20))
     text = PROMPTS[0] + answer
     stop = answer[6]
     want = answer[: answer.index(stop) + 1]
-    engine = speculating(Oracle([text], wrong=100), count=8)
+    engine = by(drafter([text], wrong=100), count=8)
     (request,) = engine.submit(PROMPTS[0], params(max_tokens=20, stop_token_ids=[stop]))
     assert run(engine, [request]) == [want]
     assert (request.finish_reason, request.stop_reason) == ("stop", stop)
 
 
-def test_max_tokens_is_the_most():
+@EITHER
+def test_max_tokens_is_the_most(drafter):
     answer = alone(PROMPTS[0], params(max_tokens=30))
     for most in range(1, 12):
-        engine = speculating(Oracle([PROMPTS[0] + answer], wrong=100), count=8)
+        engine = by(drafter([PROMPTS[0] + answer], wrong=100), count=8)
         (request,) = engine.submit(PROMPTS[0], params(max_tokens=most))
         assert run(engine, [request]) == [answer[:most]]
         assert request.finish_reason == "length"
 
 
-def test_a_stop_string_cuts_the_kept_tokens():
+@EITHER
+def test_a_stop_string_cuts_the_kept_tokens(drafter):
     decode = lambda tokens: "".join(f"<{token}>" for token in tokens)  # noqa: E731
     answer = alone(PROMPTS[0], params(max_tokens=20))
     stop = f"<{answer[4]}><{answer[5]}>"
-    engine = speculating(Oracle([PROMPTS[0] + answer], wrong=100), count=8, decode=decode)
+    engine = by(drafter([PROMPTS[0] + answer], wrong=100), count=8, decode=decode)
     chunks: list[Chunk] = []
     (request,) = engine.submit(PROMPTS[0], params(max_tokens=20, stop=[stop]), listener=chunks.append)
     run(engine, [request])
@@ -226,9 +240,10 @@ def test_a_stop_string_cuts_the_kept_tokens():
     assert [token for chunk in chunks for token in chunk.token_ids] == answer[:6]
 
 
-def test_a_cancelled_request_gives_its_blocks_back():
+@EITHER
+def test_a_cancelled_request_gives_its_blocks_back(drafter):
     answer = alone(PROMPTS[0], params(max_tokens=60))
-    engine = speculating(Oracle([PROMPTS[0] + answer]))
+    engine = by(drafter([PROMPTS[0] + answer]))
     (request,) = engine.submit(PROMPTS[0], params(max_tokens=60))
     for _ in range(4):
         engine.step()

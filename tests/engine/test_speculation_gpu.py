@@ -110,13 +110,14 @@ def test_answers_are_the_same_with_guesses(scheme):
     want = [plain.submit(prompt, params(logprobs=BEST)) for prompt in asked]
     run(plain, [one for (one,) in want])
     texts = [one.tokens for (one,) in want]
-    for drafter in (Oracle(texts), NgramDrafter()):
+    for drafter, follows in ((Oracle(texts), False), (Oracle(texts), True), (NgramDrafter(), True)):
         engine = make_engine(decoder)
         engine.speculator = Speculator(drafter, Fixed(4))
+        engine.speculator.follows = lambda works, wanted=follows: wanted
         got = [engine.submit(prompt, params(logprobs=BEST)) for prompt in asked]
         run(engine, [one for (one,) in got])
         gaps = [gap_where_parted(one, other) for (one,), (other,) in zip(want, got, strict=True)]
-        print(scheme, type(drafter).__name__, engine.speculator.accepted, "of", engine.speculator.drafted, gaps)
+        print(scheme, type(drafter).__name__, follows, engine.speculator.accepted, "of", engine.speculator.drafted, gaps)
         assert all(gap is None or gap < GAP for gap in gaps)
         if isinstance(drafter, Oracle):
             assert engine.runner.shared_steps is not None and engine.runner.shared_steps.graphs
@@ -133,6 +134,7 @@ def test_sampled_answers_are_the_same_with_guesses():
     texts = run(plain, [one for (one,) in want])
     engine = make_engine(decoder)
     engine.speculator = Speculator(Oracle([prompt + text for prompt, text in zip(asked, texts, strict=True)]), Fixed(5))
+    engine.speculator.follows = lambda works: True
     got = run(engine, [engine.submit(prompt, one)[0] for prompt, one in zip(asked, options, strict=True)])
     same = [next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
             for one, other in zip(texts, got, strict=True)]
