@@ -124,11 +124,12 @@ def test_answers_are_the_same_with_guesses(scheme):
             assert engine.speculator.accepted > 60
 
 
-def test_sampled_answers_are_the_same_with_guesses():
+@pytest.mark.parametrize("penalty", [1.0, 1.1])
+def test_sampled_answers_are_the_same_with_guesses(penalty):
     """The same seed draws the same noise, whatever was guessed."""
     decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
     asked = prompts(decoder.config, 3)
-    options = [params(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=seed, logprobs=1) for seed in range(3)]
+    options = [params(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=penalty, seed=seed, logprobs=1) for seed in range(3)]
     plain = make_engine(decoder)
     want = [plain.submit(prompt, one) for prompt, one in zip(asked, options, strict=True)]
     texts = run(plain, [one for (one,) in want])
