@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flyweight.engine.request import Request, State
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
-from flyweight.engine.speculation.lengths import MOST_ROWS, Lengths, StepTimes
+from flyweight.engine.speculation.lengths import Lengths, StepTimes
 
 
 class Speculator:
@@ -53,7 +53,7 @@ class Speculator:
 
     def propose(self, running: Sequence[Request]) -> dict[int, Sequence[int]]:
         """Guesses by request number; requests without any are left out."""
-        if 2 * len(running) > MOST_ROWS:  # nobody has room for any
+        if len(running) > self.lengths.most_sequences:
             return {}
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
