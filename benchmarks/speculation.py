@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import multiprocessing
 import re
@@ -259,6 +260,12 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
+    parser.add_argument(
+        "--follow",
+        action="append",
+        choices=("decides", "never", "always"),
+        help="whether steps are launched behind guesses that nobody has read; by turns",
+    )
     parser.add_argument("--device", default=None)
     parser.add_argument("--memory", action="store_true", help="rows of memory, not of speed")
     options = parser.parse_args()
@@ -272,7 +279,13 @@ def main() -> None:
         llm = open_engine(options.model, drafter, options.device)
         name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
         clock = StepClock(llm)
-        for kind, prompts in kinds.items():
+        speculator = llm.engine.speculator
+        ways = [None] if speculator is None else options.follow or [None]
+        decides = None if speculator is None else speculator.follows
+        for way, (kind, prompts) in itertools.product(ways, kinds.items()):
+            if speculator is not None:
+                forced = {"never": lambda works: False, "always": lambda works: True}
+                speculator.follows = forced.get(way, decides)
             tok_s, more, answers = measure(llm, prompts, options.tokens, clock)
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
@@ -287,9 +300,11 @@ def main() -> None:
                 "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)),
                 "of": len(answers),
             }
+            if way is not None:
+                row["follow"] = way
             print(json.dumps(row | more), flush=True)
         print(f"# {drafter}: {time.monotonic() - begin:.0f} s", flush=True)
-        del llm
+        del llm, speculator, decides, clock
 
 
 if __name__ == "__main__":
