@@ -16,15 +16,19 @@ Kinds of prompts:
 A row for each kind and drafter: tokens a second after the first token (median over prompts), the
 ratio to no speculation in the same run, tokens a step, the share of right guesses, where the time
 of steps with guesses goes (`host_us`, `step_us`, medians), and how many answers are the same token
-by token. Greedy. On a GPU there is a row for each drafter, too, of the memory that it takes: all of
-it, its weights, and what is beside them.
+by token. Greedy.
+
+With `--memory` there is a row for each drafter instead, of the memory that it takes on a GPU: all
+of it, its weights, and what is beside them. Every engine runs in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import multiprocessing
 import re
 import statistics
 import time
@@ -95,13 +99,15 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
 
 class StepClock:
     """Where the time of steps with guesses goes: from a step's tokens being read to the next step's
-    launch (`host`), and from there to its tokens being read (`step`).
+    launch (`host`), and from there to its tokens being read (`step`). Steps that are launched
+    before the one before is read make the device wait for nothing, and do not count.
     """
 
     def __init__(self, llm: LLM):
         self.host: list[float] = []
         self.step: list[float] = []
         self.read_at = 0.0
+        self.counts = False
         runner = llm.engine.runner
         launch = runner.launch
 
@@ -114,8 +120,9 @@ class StepClock:
                 if launched is not None:
                     launched()
 
-            guessing = any(work.drafts for work in works)
-            return launch(works, on_its_way if guessing else launched)
+            waited_for = llm.engine.flight is None and any(work.drafts for work in works)
+            self.counts = waited_for
+            return launch(works, on_its_way if waited_for else launched)
 
         runner.launch = timed  # type: ignore[method-assign]
         land = llm.engine._land
@@ -125,7 +132,7 @@ class StepClock:
             if flight is not None:
                 flight.download.lists()
                 now = time.perf_counter()
-                if flight.speculative:
+                if flight.speculative and self.counts:
                     self.step.append(now - self.read_at)
                 self.read_at = now
             land()
@@ -176,10 +183,8 @@ def measure(
 
 def held_bytes() -> int:
     """Of the device's memory by this process, captured steps included, once nothing is held that is
-    not needed. The driver's own, which the first engine of a process makes it take, does not count.
+    not needed. What the driver and libraries take for themselves does not count.
     """
-    if not torch.cuda.is_available():
-        return 0
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -195,6 +200,45 @@ def drafter_bytes(llm: LLM) -> int:
     if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner.model, Decoder):
         return drafter.runner.model.nbytes
     return 0
+
+
+def open_engine(model: str, drafter: str, device: str | None) -> LLM:
+    return LLM(
+        model,
+        device=device,
+        speculate=drafter,
+        prefix_cache=False,
+        max_num_seqs=4,
+        max_model_len=CONTEXT,
+        blocks=4 * CONTEXT // 16,
+    )
+
+
+def memory_of(model: str, drafter: str, prompt: Prompt) -> tuple[str, int, int]:
+    """The device, what an engine holds once every step is captured, and the drafter's weights."""
+    llm = open_engine(model, drafter, "cuda")
+    llm.warm_up()
+    llm.generate([prompt], max_tokens=32, temperature=0)
+    return torch.cuda.get_device_name(0), held_bytes(), drafter_bytes(llm)
+
+
+def memory_rows(options: argparse.Namespace, prompt: Prompt) -> None:
+    without = 0
+    for drafter in ["off", *options.speculate]:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            name, held, weights = pool.apply(memory_of, (options.model, drafter, prompt))
+        without = without or held
+        row = {
+            "model": options.model,
+            "device": name,
+            "what": "memory",
+            "drafter": drafter,
+            "held_mb": round(held / 1e6, 1),
+            "more_mb": round((held - without) / 1e6, 1),
+            "drafter_weights_mb": round(weights / 1e6, 1),
+            "beside_mb": round((held - without - weights) / 1e6, 1),
+        }
+        print(json.dumps(row), flush=True)
 
 
 def main() -> None:
@@ -216,33 +260,32 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
+    parser.add_argument(
+        "--follow",
+        action="append",
+        choices=("decides", "never", "always"),
+        help="whether steps are launched behind guesses that nobody has read; by turns",
+    )
     parser.add_argument("--device", default=None)
+    parser.add_argument("--memory", action="store_true", help="rows of memory, not of speed")
     options = parser.parse_args()
     kinds = prompts_of(options)
     plain: dict[str, tuple[float, list[list[int]]]] = {}
-    used_by: dict[str, int] = {}
-    first = LLM(
-        options.model, device=options.device, max_model_len=CONTEXT, blocks=4 * CONTEXT // 16
-    )
-    # what libraries take once, the first engine's memory would count
-    if first.device.type == "cuda":
-        first.generate([next(iter(kinds.values()))[0]], max_tokens=8, temperature=0)
-    del first
+    if options.memory:
+        memory_rows(options, next(iter(kinds.values()))[0])
+        return
     for drafter in ["off", *options.speculate]:
         begin = time.monotonic()
-        held = held_bytes()
-        llm = LLM(
-            options.model,
-            device=options.device,
-            speculate=drafter,
-            prefix_cache=False,
-            max_num_seqs=4,
-            max_model_len=CONTEXT,
-            blocks=4 * CONTEXT // 16,
-        )
+        llm = open_engine(options.model, drafter, options.device)
         name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
         clock = StepClock(llm)
-        for kind, prompts in kinds.items():
+        speculator = llm.engine.speculator
+        ways = [None] if speculator is None else options.follow or [None]
+        decides = None if speculator is None else speculator.follows
+        for way, (kind, prompts) in itertools.product(ways, kinds.items()):
+            if speculator is not None:
+                forced = {"never": lambda works: False, "always": lambda works: True}
+                speculator.follows = forced.get(way, decides)
             tok_s, more, answers = measure(llm, prompts, options.tokens, clock)
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
@@ -257,22 +300,11 @@ def main() -> None:
                 "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)),
                 "of": len(answers),
             }
+            if way is not None:
+                row["follow"] = way
             print(json.dumps(row | more), flush=True)
-        if llm.device.type == "cuda":
-            used_by[drafter] = held_bytes() - held
-            more, weights = used_by[drafter] - used_by["off"], drafter_bytes(llm)
-            row = {
-                "model": options.model,
-                "device": name,
-                "what": "memory",
-                "drafter": drafter,
-                "mb": round(more / 1e6, 1),
-                "drafter_weights_mb": round(weights / 1e6, 1),
-                "beside_mb": round((more - weights) / 1e6, 1),
-            }
-            print(json.dumps(row), flush=True)
         print(f"# {drafter}: {time.monotonic() - begin:.0f} s", flush=True)
-        del llm
+        del llm, speculator, decides, clock
 
 
 if __name__ == "__main__":

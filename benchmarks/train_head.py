@@ -11,19 +11,19 @@ runs.
     flyweight generate ./smollm2-fp16 --speculate model:./my-student --prompt "Once upon a time"
 
 A drafter should guess what the model says, not what books say: the texts are cut into prompts, the
-model answers all of them (up to `--answer` tokens each), and prompts and answers are what is
-learned from, towards the model's own probabilities. With `--chat` a piece of text is a part of a
-question, in the model's chat template: to be repeated, explained, summed up and so on (`REQUESTS`).
-The answers are kept in OUT/answers.json and the state of training in OUT/training.pt, so that a run
-that was cut off goes on where it was; both can be deleted afterwards.
+model answers all of them (up to `--answer` tokens each), and the answers are what is learned,
+behind their prompts, towards the model's own probabilities. With `--chat` a piece of text is a part
+of a question, in the model's chat template: to be repeated, explained, summed up and so on
+(`REQUESTS`). The answers are kept in OUT/answers.json and the state of training in OUT/training.pt,
+so that a run that was cut off goes on where it was; both can be deleted afterwards.
 
 A head begins as the model's last layer, its lm_head as the rows of the model's own for the
 `--vocabulary` most frequent tokens. It is trained on its own results for `--unroll` guesses ahead,
 as EAGLE-3 is ("training-time test"): guess j of place i sees the model's states up to i, and behind
 them its own. A student begins as so many layers of the model, evenly chosen.
 
-The last line is JSON: loss before and after, and the share of right guesses (first, second, …) on
-texts kept back.
+The last line is JSON: loss before and after, and the share of right guesses (first, second, …) in
+answers kept back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,21 @@ SEQUENCES = 64  # answers at once
 SLICE = 256  # prompts that are answered together
 SAVED_EVERY = 15.0  # seconds of training
 Sequences = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What is learned from: the places of `answer`, behind those of `prompt`."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.answer
+
+
+Answers = list[Answered]
 
 
 REQUESTS = {  # what is asked about a piece of text with --chat, by how often
@@ -79,23 +94,23 @@ NAME = re.compile(r"\b[a-z_]{5,}\b")
 
 def answers_of(
     llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7, whole: bool = True
-) -> Sequences:
+) -> Answers:
     """Each prompt with what the model says next; not `whole`: up to where its answer ends."""
     outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=whole)
     return [
-        [*prompt, *output.completions[0].token_ids]
+        Answered(prompt, output.completions[0].token_ids)
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 
 
 def answers_within(
     llm: LLM, prompts: Sequences, tokens: int, *, whole: bool, seconds: float
-) -> Sequences:
+) -> Answers:
     """Answers to as many of the prompts as there is time for, by turns the likeliest ones and
     sampled ones: both are asked for later.
     """
     end = time.monotonic() + seconds
-    found: Sequences = []
+    found: Answers = []
     for i, begin in enumerate(range(0, len(prompts), SLICE)):
         if found and time.monotonic() >= end:
             break
@@ -143,9 +158,9 @@ def question(llm: LLM, piece: list[int], code: bool, chance: random.Random) -> A
     return [{"role": "user", "content": content}]
 
 
-def frequent(sequences: Sequences, count: int, vocabulary: int) -> Tensor:
+def frequent(answers: Answers, count: int, vocabulary: int) -> Tensor:
     """The most frequent tokens, in order of their ids; filled up with the first of the others."""
-    counted = Counter(token for sequence in sequences for token in sequence)
+    counted = Counter(token for answered in answers for token in answered.tokens)
     chosen = [token for token, _ in counted.most_common(count)]
     known = set(chosen)
     chosen += itertools.islice(
@@ -239,16 +254,18 @@ class Head(nn.Module):
         )
         return hidden + self.linear(gated, "midlayer.mlp.down_proj")
 
-    def guesses(self, states: Tensor, embedded: Tensor, count: int) -> Iterator[Tensor]:
-        """Logits [batch, tokens, vocabulary of the head] of the first, second, … guess behind every
-        place. `states` [batch, tokens, …] of the model; `embedded` has `count` tokens more, the
-        first behind the first place.
+    def guesses(
+        self, states: Tensor, embedded: Tensor, count: int, places: Tensor
+    ) -> Iterator[Tensor]:
+        """Logits [places, vocabulary of the head] of the first, second, … guess behind the chosen
+        `places` [batch, tokens]. `states` [batch, tokens, …] of the model; `embedded` has `count`
+        tokens more, the first behind the first place.
         """
         hidden, tokens = self.linear(states / self.sizes, "fc"), states.shape[1]
         seen: list[tuple[Tensor, Tensor]] = []
         for guess in range(count):
             hidden = self.step(embedded[:, guess : guess + tokens], hidden, seen)
-            yield self.linear(self.norm(hidden, "norm"), "lm_head")
+            yield self.linear(self.norm(hidden[places], "norm"), "lm_head")
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         tensors = {name.replace("/", "."): value.detach() for name, value in self.weights.items()}
@@ -316,14 +333,17 @@ class Lesson:
             assert target.taps is not None
             states = target.taps.states
             embedded = target.embedding(batch.tokens)
-            best = logits.argmax(-1)
-            kept = logits[..., head.kept]
-        length = batch.tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
+            length = batch.tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
+            places = batch.counted(length, unroll)
+            behind = [logits[:, 1 + i : 1 + i + length][places] for i in range(unroll)]
+            best = [found.argmax(-1) for found in behind]
+            wanted = [found[:, head.kept] for found in behind]
+        # clones are tensors that training may keep
+        self.places = places.clone()
+        self.best = [found.clone() for found in best]
+        self.wanted = [found.clone() for found in wanted]
         self.states = states[:, :length].clone().float()
         self.embedded = embedded[:, 1:].clone().float()
-        self.wanted = [kept[:, 1 + guess : 1 + guess + length].clone() for guess in range(unroll)]
-        self.best = [best[:, 1 + guess : 1 + guess + length].clone() for guess in range(unroll)]
-        self.counted = batch.counted(length, unroll)
         self.kept = head.kept
 
     def loss(self, head: Head, unroll: int) -> tuple[Tensor, list[float]]:
@@ -331,12 +351,13 @@ class Lesson:
         of right guesses.
         """
         total, right = self.states.new_zeros(()), []
-        for guess, logits in enumerate(head.guesses(self.states, self.embedded, unroll)):
+        guesses = head.guesses(self.states, self.embedded, unroll, self.places)
+        for guess, logits in enumerate(guesses):
             shares = self.wanted[guess].float().softmax(-1)
             missed = -(shares * logits.log_softmax(-1)).sum(-1)
-            total = total + 0.8**guess * mean(missed, self.counted)
+            total = total + 0.8**guess * missed.mean()
             found = self.kept[logits.argmax(-1)] == self.best[guess]
-            right.append(mean(found.float(), self.counted).item())
+            right.append(found.float().mean().item())
         return total, right
 
 
@@ -346,34 +367,33 @@ class Taught:
 
     tokens: Tensor  # [batch, longest]
     lengths: Tensor  # [batch]
+    prompts: Tensor  # [batch]: how long
 
     def counted(self, length: int, behind: int) -> Tensor:
-        """[batch, length] 1 where a place has so many tokens behind it and one more."""
-        places = torch.arange(length, device=self.tokens.device)
-        return (places[None] + 1 + behind < self.lengths[:, None]).float()
+        """[batch, length] whether a place has so many tokens behind it and one more, all of them of
+        the answer.
+        """
+        places = torch.arange(length, device=self.tokens.device)[None]
+        within = places + 1 + behind < self.lengths[:, None]
+        return within & (places + 1 >= self.prompts[:, None])
 
 
-def mean(values: Tensor, counted: Tensor) -> Tensor:
-    return (values * counted).sum() / counted.sum()
-
-
-def batches(
-    sequences: Sequences, size: int, device: torch.device, first: int = 0
-) -> Iterator[Taught]:
+def batches(answers: Answers, size: int, device: torch.device, first: int = 0) -> Iterator[Taught]:
     """Forever, sequences of about one length together, in an order of its own for each round, from
     batch number `first` on.
     """
-    ordered = sorted(sequences, key=len)
+    ordered = sorted(answers, key=lambda answered: len(answered.tokens))
     groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
     for number in itertools.count(first):
         order = list(range(len(groups)))
         random.Random(number // len(groups)).shuffle(order)
         group = groups[order[number % len(groups)]]
-        tokens = torch.zeros(len(group), max(map(len, group)), dtype=torch.int64)
-        for row, sequence in enumerate(group):
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-        lengths = torch.tensor([len(sequence) for sequence in group])
-        yield Taught(tokens.to(device), lengths.to(device))
+        lengths = torch.tensor([len(answered.tokens) for answered in group])
+        tokens = torch.zeros(len(group), int(lengths.max()), dtype=torch.int64)
+        for row, answered in enumerate(group):
+            tokens[row, : lengths[row]] = torch.tensor(answered.tokens)
+        prompts = torch.tensor([len(answered.prompt) for answered in group])
+        yield Taught(tokens.to(device), lengths.to(device), prompts.to(device))
 
 
 def head_config(llm: LLM, vocabulary: int) -> dict[str, Any]:
@@ -393,14 +413,14 @@ def usual_sizes(target: Decoder, batch: Taught) -> Tensor:
     with torch.inference_mode():
         target.forward_whole(batch.tokens)
         assert target.taps is not None
-        places = batch.counted(batch.tokens.shape[1], 0).bool()
+        places = batch.counted(batch.tokens.shape[1], 0)
         found = target.taps.states[places].float().abs().median(0).values
     return found.clamp(min=1e-3).clone()
 
 
 def train_head(
     llm: LLM,
-    sequences: Sequences,
+    answers: Answers,
     folder: Path,
     *,
     vocabulary: int,
@@ -415,8 +435,8 @@ def train_head(
     was kept back.
     """
     kept_back, taught = (
-        sequences[::KEPT_BACK],
-        [one for i, one in enumerate(sequences) if i % KEPT_BACK],
+        answers[::KEPT_BACK],
+        [one for i, one in enumerate(answers) if i % KEPT_BACK],
     )
     target = llm.decoder
     kept = frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size)
@@ -445,7 +465,7 @@ def train_head(
 def train(
     module: nn.Module,
     loss_of: Callable[[Taught], tuple[Tensor, list[float]]],
-    texts: tuple[Sequences, Sequences],
+    texts: tuple[Answers, Answers],
     folder: Path,
     *,
     steps: int,
@@ -555,7 +575,7 @@ def stored_weight(weights: Any, name: str) -> Tensor:
 
 def train_student(
     llm: LLM,
-    sequences: Sequences,
+    answers: Answers,
     folder: Path,
     *,
     layers: int,
@@ -575,16 +595,16 @@ def train_student(
     def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
         with torch.inference_mode():
             wanted = target.forward_whole(batch.tokens)
-        wanted = wanted.clone().float()
+        places = batch.counted(batch.tokens.shape[1], 0)
+        wanted = wanted.clone()[places].float()
         with torch.autocast(
             target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"
         ):
             logits = student(batch.tokens, use_cache=False).logits
-        logits = logits.float()
-        counted = batch.counted(logits.shape[1], 0)
+        logits = logits[places].float()
         missed = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         found = logits.argmax(-1) == wanted.argmax(-1)
-        return mean(missed, counted), [mean(found.float(), counted).item()]
+        return missed.mean(), [found.float().mean().item()]
 
     def write() -> None:
         tensors = {name: value.to(target.dtype) for name, value in student.state_dict().items()}
@@ -596,8 +616,8 @@ def train_student(
             llm.tokenizer.inner.save_pretrained(folder)
 
     kept_back, taught = (
-        sequences[::KEPT_BACK],
-        [one for i, one in enumerate(sequences) if i % KEPT_BACK],
+        answers[::KEPT_BACK],
+        [one for i, one in enumerate(answers) if i % KEPT_BACK],
     )
     return train(
         student,
@@ -671,18 +691,20 @@ def main() -> None:
             whole=not options.chat,
             seconds=60 * options.answer_minutes,
         )
-        stored.write_text(json.dumps(answers))
+        stored.write_text(json.dumps([asdict(answered) for answered in answers]))
         print(f"{len(answers)} answers in {time.monotonic() - begin:.0f} s", flush=True)
-    sequences = json.loads(stored.read_text())
+    answers = [Answered(**answered) for answered in json.loads(stored.read_text())]
+    # the others have no place that all guesses can be checked at
+    answers = [answered for answered in answers if len(answered.answer) > options.unroll]
     common: dict[str, Any] = dict(
         steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate
     )
     if options.student:
-        found = train_student(llm, sequences, options.out, layers=options.student, **common)
+        found = train_student(llm, answers, options.out, layers=options.student, **common)
     else:
         found = train_head(
             llm,
-            sequences,
+            answers,
             options.out,
             vocabulary=options.vocabulary,
             unroll=options.unroll,

@@ -198,6 +198,8 @@ def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
 class Repeats:
     """Guesses that the last token is repeated: a drafter that costs nothing."""
 
+    guesses_ahead = False
+
     def warm_up(self) -> None:
         pass
 

@@ -26,16 +26,16 @@ def test_a_head_learns_what_its_model_says(preset, tmp_path):
     multiply = llm.decoder.head.fused.run
     llm.decoder.head.fused.run = lambda x: 6 * multiply(x)  # as sure of what it says as trained models are
     prompts = torch.randint(2, 64, (128, 3), generator=torch.Generator().manual_seed(0)).tolist()
-    sequences = train_head.answers_of(llm, prompts, 13, temperature=1.0)
+    answers = train_head.answers_of(llm, prompts, 13, temperature=1.0)
     options = dict(vocabulary=48, batch=16, unroll=2, rate=4e-3, say=lambda text: None)
-    first = train_head.train_head(llm, sequences, tmp_path, steps=5, **options)
-    again = train_head.train_head(llm, sequences, tmp_path, steps=45, **options)
+    first = train_head.train_head(llm, answers, tmp_path, steps=5, **options)
+    again = train_head.train_head(llm, answers, tmp_path, steps=45, **options)
     assert again["steps"] == 45 and again["loss_before"] == pytest.approx(first["loss"], abs=1e-3), "it goes on where it was"
     assert again["loss"] < 0.85 * first["loss_before"]
     assert again["right"][0] > 0.3, "one in 64 would be chance"
 
     guessing = LLM(preset, device="cpu", max_model_len=64, speculate=f"eagle3:{tmp_path}:2")
-    asked = [sequence[:8] for sequence in sequences[:: train_head.KEPT_BACK]]
+    asked = [answered.tokens[:8] for answered in answers[:: train_head.KEPT_BACK]]
     want, got = (one.generate(asked, max_tokens=16, temperature=0, ignore_eos=True) for one in (llm, guessing))
     assert [one.completions[0].token_ids for one in got] == [one.completions[0].token_ids for one in want]
     assert guessing.engine.speculator.figures()["acceptance_rate"] > 0.2

@@ -21,6 +21,8 @@ PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3, 1, 2, 3, 1, 2], list(range(3, 40)), [4]]
 class Oracle:
     """Knows the answers, and is wrong at every `wrong`-th token of the text."""
 
+    guesses_ahead = False
+
     def __init__(self, texts, wrong=5):
         self.texts, self.wrong = texts, wrong
 
@@ -34,7 +36,7 @@ class Oracle:
         found = {}
         for request in requests:
             text = next(text for text in self.texts if text[: len(request.tokens)] == request.tokens)
-            begin = len(request.tokens)
+            begin = len(request.tokens) + request.pending
             found[request.number] = [(text[i] + (i % self.wrong == 0)) % VOCABULARY
                                      for i in range(begin, min(len(text), begin + most[request.number]))]
         return found
@@ -49,6 +51,13 @@ class Oracle:
 def speculating(drafter, count=4, **options):
     engine = toy_engine(**options)
     engine.speculator = Speculator(drafter, Fixed(count))
+    return engine
+
+
+def by(drafter, **options):
+    """Those who guess ahead in an engine whose steps follow theirs before they are read."""
+    engine = speculating(drafter, captured=drafter.guesses_ahead, **options)
+    engine.speculator.follows = lambda works: True
     return engine
 
 
@@ -101,23 +110,79 @@ def test_guesses_that_the_host_has_not_read_are_checked_all_the_same(captured):
     assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
 
 
-def test_few_blocks_give_the_same_answers():
+class AheadOracle(Oracle):
+    """Guesses behind tokens in flight, at some steps."""
+
+    guesses_ahead = True
+
+    def __init__(self, texts, wrong=5):
+        super().__init__(texts, wrong)
+        self.calls = self.behind_flights = 0
+
+    def propose(self, requests, most):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return {}
+        self.behind_flights += sum(request.pending for request in requests)
+        return super().propose(requests, most)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_guesses_behind_tokens_in_flight_are_checked_all_the_same(kind, follows):
+    """`follows`: and steps behind such guesses are launched before anybody knows how many of them were right."""
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    oracle = AheadOracle(texts)
+    engine = speculating(oracle, captured=True)
+    engine.speculator.follows = lambda works: follows
+    behind_guesses = count_followed(engine)
+    first = [engine.submit(prompt, options) for prompt in PROMPTS[:2]]
+    for _ in range(6):  # the others' prompts come in the middle of these answers
+        engine.step()
+    assert run(engine, *first, *(engine.submit(prompt, options) for prompt in PROMPTS[2:])) == want
+    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert oracle.behind_flights > 4
+    assert (len(behind_guesses) > 2) == (follows and kind != "penalized")
+    assert len(engine.runner.steps.taken) > 2 and len(engine.runner.shared_steps.taken) > 2
+
+
+def count_followed(engine):
+    """Steps that are launched behind one with guesses, which nobody has read."""
+    found, launch = [], engine.runner.launch
+
+    def counting(works, launched=None):
+        if engine.flight is not None and engine.flight.speculative:
+            found.append(len(works))
+        return launch(works, launched)
+
+    engine.runner.launch = counting
+    return found
+
+
+EITHER = pytest.mark.parametrize("drafter", [Oracle, AheadOracle])
+
+
+@EITHER
+def test_few_blocks_give_the_same_answers(drafter):
     """Requests are preempted in the middle of their answers, and guesses never take a block that another request needs."""
     options = params(max_tokens=40)
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
-    engine = speculating(Oracle(texts), blocks=24)
+    engine = by(drafter(texts), blocks=24)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
     assert sum(request.preemptions for (request,) in requests) > 0
 
 
-def test_a_prefix_that_was_guessed_is_found_again():
+@EITHER
+def test_a_prefix_that_was_guessed_is_found_again(drafter):
     """The blocks of accepted tokens hold what those of a prompt would: a continuation of the answer reuses them."""
     options = params(max_tokens=30)
     prompt = PROMPTS[0]
     answer = alone(prompt, options)
-    engine = speculating(Oracle([prompt + answer]))
+    engine = by(drafter([prompt + answer]))
     run(engine, engine.submit(prompt, options))
     engine.speculator = None
     longer = prompt + answer[:-2]
@@ -126,43 +191,47 @@ def test_a_prefix_that_was_guessed_is_found_again():
     assert request.cached == (len(longer) - 1) // 4 * 4
 
 
-def test_logprobs_are_those_of_the_kept_tokens():
+@EITHER
+def test_logprobs_are_those_of_the_kept_tokens(drafter):
     options = params(max_tokens=20, logprobs=3)
     plain = toy_engine()
     (want,) = plain.submit(PROMPTS[0], options)
     run(plain, [want])
-    engine = speculating(Oracle([want.tokens]))
+    engine = by(drafter([want.tokens]))
     (got,) = engine.submit(PROMPTS[0], options)
     run(engine, [got])
     assert [item.token_id for item in got.logprobs] == want.tokens[len(want.prompt) :]
     assert got.logprobs == want.logprobs
 
 
-def test_an_end_inside_of_the_kept_tokens_ends_the_answer():
+@EITHER
+def test_an_end_inside_of_the_kept_tokens_ends_the_answer(drafter):
     answer = alone(PROMPTS[0], params(max_tokens=20))
     text = PROMPTS[0] + answer
     stop = answer[6]
     want = answer[: answer.index(stop) + 1]
-    engine = speculating(Oracle([text], wrong=100), count=8)
+    engine = by(drafter([text], wrong=100), count=8)
     (request,) = engine.submit(PROMPTS[0], params(max_tokens=20, stop_token_ids=[stop]))
     assert run(engine, [request]) == [want]
     assert (request.finish_reason, request.stop_reason) == ("stop", stop)
 
 
-def test_max_tokens_is_the_most():
+@EITHER
+def test_max_tokens_is_the_most(drafter):
     answer = alone(PROMPTS[0], params(max_tokens=30))
     for most in range(1, 12):
-        engine = speculating(Oracle([PROMPTS[0] + answer], wrong=100), count=8)
+        engine = by(drafter([PROMPTS[0] + answer], wrong=100), count=8)
         (request,) = engine.submit(PROMPTS[0], params(max_tokens=most))
         assert run(engine, [request]) == [answer[:most]]
         assert request.finish_reason == "length"
 
 
-def test_a_stop_string_cuts_the_kept_tokens():
+@EITHER
+def test_a_stop_string_cuts_the_kept_tokens(drafter):
     decode = lambda tokens: "".join(f"<{token}>" for token in tokens)  # noqa: E731
     answer = alone(PROMPTS[0], params(max_tokens=20))
     stop = f"<{answer[4]}><{answer[5]}>"
-    engine = speculating(Oracle([PROMPTS[0] + answer], wrong=100), count=8, decode=decode)
+    engine = by(drafter([PROMPTS[0] + answer], wrong=100), count=8, decode=decode)
     chunks: list[Chunk] = []
     (request,) = engine.submit(PROMPTS[0], params(max_tokens=20, stop=[stop]), listener=chunks.append)
     run(engine, [request])
@@ -171,9 +240,10 @@ def test_a_stop_string_cuts_the_kept_tokens():
     assert [token for chunk in chunks for token in chunk.token_ids] == answer[:6]
 
 
-def test_a_cancelled_request_gives_its_blocks_back():
+@EITHER
+def test_a_cancelled_request_gives_its_blocks_back(drafter):
     answer = alone(PROMPTS[0], params(max_tokens=60))
-    engine = speculating(Oracle([PROMPTS[0] + answer]))
+    engine = by(drafter([PROMPTS[0] + answer]))
     (request,) = engine.submit(PROMPTS[0], params(max_tokens=60))
     for _ in range(4):
         engine.step()

@@ -37,6 +37,7 @@ from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.states import StatePool
 from flyweight.engine.tokenizer import Detokenizer
 from flyweight.errors import RequestError, unknown
+from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.stall import explain
 
 CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
@@ -100,7 +101,8 @@ class Engine:
         # each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
-        self.begun = 0.0  # when that step was begun,
+        self.scheduling = 0.0  # when the latest step was begun,
+        self.begun = 0.0  # when the one in flight was,
         self.behind: Flight | None = None  # and which one the device was busy with then
         self.adapters = slots_of(model)
         self.speculator: Speculator | None = None  # who guesses tokens, if anybody does
@@ -195,7 +197,7 @@ class Engine:
             self._empty_inbox()
             try:
                 self._read_for_guesses()
-                begin = time.perf_counter()
+                begin = self.scheduling = time.perf_counter()
                 works = self.scheduler.schedule(self._draft())
                 behind = self.flight
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
@@ -206,7 +208,9 @@ class Engine:
                     self._land()
                     self._tell_all()
                 elif flight is not None and flight.speculative:
-                    self._land()  # the next step waits for its tokens, but not for their text
+                    self._prepare()
+                    if not self._can_follow(flight):
+                        self._land()  # the next step waits for its tokens, but not for their text
             except BaseException as error:
                 cause = explain(error)
                 self._abandon(cause)
@@ -226,30 +230,62 @@ class Engine:
     def _launched(self, works: Sequence[Work]) -> None:
         """The model runs, tokens are still to be chosen."""
         for work in works:
-            work.request.pending += work.samples
+            work.request.pending += work.outputs
+        if self.speculator is not None and any(work.drafts for work in works):
+            self.speculator.prepared(time.perf_counter() - self.scheduling)
         if any(work.samples and work.request.constraint for work in works):
             self._land()
 
     def _read_for_guesses(self) -> None:
-        """Whoever guesses needs the tokens of the step in flight; where nobody will, the next step
-        is launched before that one is read.
+        """Whoever guesses needs the tokens of the step in flight, unless it guesses them as well;
+        where nobody will, the next step is launched before that one is read.
         """
-        speculator = self.speculator
-        if self.flight is None:
+        speculator, flight = self.speculator, self.flight
+        if flight is None:
             return
-        if not self.overlap or (
-            speculator is not None and speculator.promising(self.scheduler.running)
-        ):
+        if flight.speculative:
+            wanted = not self._can_follow(flight)
+        elif speculator is None or speculator.drafter.guesses_ahead:
+            wanted = False
+        else:
+            wanted = speculator.promising(self.scheduler.running)
+        if wanted or not self.overlap:
             self._land()
+
+    def _can_follow(self, flight: Flight) -> bool:
+        """Whether a step without guesses can be launched behind this one with guesses before it is
+        read, and should be. The device alone knows how many of the guesses were right, so nothing
+        else may happen in that step: every row goes on, and finds its token and length there.
+        Until then all guesses count as right (`Request.pending`): blocks are there for them.
+        """
+        speculator, scheduler, running = self.speculator, self.scheduler, self.scheduler.running
+        return (
+            speculator is not None
+            and speculator.drafter.guesses_ahead
+            and not scheduler.waiting
+            and scheduler.long_prompts is None
+            and len(flight.works) == len(running)
+            and self.pool.available > 2 * len(running)
+            and not any(request.complete or request.constraint for request in running)
+            and self.runner.can_follow(flight.works)
+            and speculator.follows(flight.works)
+        )
 
     def _draft(self) -> dict[int, Sequence[int]]:
         """Guesses for the next step, by request."""
-        speculator = self.speculator
-        return (
-            speculator.propose(self.scheduler.running)
-            if speculator is not None and self.flight is None
-            else {}
-        )
+        speculator, flight = self.speculator, self.flight
+        if speculator is None:
+            return {}
+        if flight is not None and (flight.speculative or not speculator.drafter.guesses_ahead):
+            return {}
+        return speculator.propose(self.scheduler.running)
+
+    def _prepare(self) -> None:
+        """While a step with guesses runs: what the one after it would need otherwise, with the
+        device waiting.
+        """
+        self.scheduler.reserve(CHUNK)
+        self.runner.prepare()
 
     def _land(self) -> None:
         """Read the step in flight."""
@@ -259,10 +295,10 @@ class Engine:
         results = flight.results()
         now = time.perf_counter()
         self._learn(flight, now)
-        if flight.speculative:
+        if flight.speculative and self.runner.rows.mode.penalized:
             self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
-            work.request.pending -= work.samples
+            work.request.pending -= work.outputs
             if work.request.finished:
                 continue
             if work.drafts:
@@ -285,7 +321,7 @@ class Engine:
                 seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in works)
             )
         if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
-            self.speculator.lengths.learn(seconds, sum(work.count for work in works))
+            self.speculator.learn(seconds, sum(work.count for work in works))
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)
@@ -350,36 +386,41 @@ class Engine:
             ]
         if not result.tokens:
             return
-        news = self.untold.setdefault(request.number, News(request, len(request.text)))
-        known = len(request.tokens)
-        for token in result.tokens:
-            self._take(news, token)
-            if request.finished:  # what comes after it was never asked for
-                break
-        count = len(request.tokens) - known
-        logprobs = result.logprobs[:count]
-        request.logprobs += logprobs
-        news.logprobs += logprobs
+        news = self.untold.get(request.number)
+        if news is None:
+            news = self.untold[request.number] = News(request, len(request.text))
+        count = self._take(news, result.tokens)
+        if result.logprobs:
+            logprobs = result.logprobs[:count]
+            request.logprobs += logprobs
+            news.logprobs += logprobs
         request.chunks.append((now, count))
         if request.finished:
             self._tell_news(request)
 
-    def _take(self, news: News, token: int) -> None:
-        """The answer's next token, which may be its last. Only stop strings need its
-        text at once.
+    def _take(self, news: News, tokens: Sequence[int]) -> int:
+        """The answer's next tokens, up to the one that ends it; returns how many. Only stop strings
+        need their text at once.
         """
         request = news.request
-        request.tokens.append(token)
-        news.tokens.append(token)
         text = self.detokenizers.get(request.number)
-        if text and text.stop:
-            self._spell(request)
-        if token in request.end_ids:
-            self._finish(request, "stop", token if token in request.params.stop_token_ids else None)
-        elif text and text.stopped_by:
-            self._finish(request, "stop", text.stopped_by)
-        elif len(request.tokens) >= request.limit:
-            self._finish(request, "length")
+        spelled = text is not None and bool(text.stop)
+        for count, token in enumerate(tokens, 1):
+            request.tokens.append(token)
+            news.tokens.append(token)
+            if spelled:
+                self._spell(request)
+            if token in request.end_ids:
+                wanted = token in request.params.stop_token_ids
+                self._finish(request, "stop", token if wanted else None)
+            elif text is not None and text.stopped_by:
+                self._finish(request, "stop", text.stopped_by)
+            elif len(request.tokens) >= request.limit:
+                self._finish(request, "length")
+            else:
+                continue
+            return count  # what comes after it was never asked for
+        return len(tokens)
 
     def _spell(self, request: Request) -> None:
         """Make text of its tokens that were read."""

@@ -19,7 +19,7 @@ from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, likeliest, sample
 from flyweight.kernels.sample import Masks, Sampler, When, unsupported_reason
-from flyweight.transfer import upload, upload_beside
+from flyweight.transfer import StagedColumns, upload, upload_beside
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps are captured for
 
@@ -42,10 +42,9 @@ class Rows:
         """`states`: slots of the state pool, the spare one aside, where layers keep states."""
         self.device, self.pages = device, pages
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
-        # the last sampled, not yet in the cache
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        # that token counted; 0: nobody is here
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._columns = StagedColumns(device, rows, "qi")
+        # tokens: the last sampled, not yet in the cache; lengths count it, 0: nobody is here
+        self.tokens, self.lengths = self._columns.views
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         # their slots
         self.adapters = (
@@ -68,6 +67,7 @@ class Rows:
         # preemptions of each request when it came: a later one makes its row stale
         self.stamps: list[int] = []
         self.behind: set[int] = set()  # numbers of requests whose last token only the host knows
+        self.version = 0  # of block tables and adapters: another one after every change
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -100,6 +100,7 @@ class Rows:
 
     def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).T)
+        self.version += 1
         for tensor in (self.tokens, self.lengths, self.tables, self.adapters, self.states):
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
@@ -109,6 +110,7 @@ class Rows:
         """Rows for requests about to sample for the first time since they were (re)started."""
         first = len(self.requests)
         rows = range(first, first + len(requests))
+        self.version += 1
         self.requests += requests
         self.row_of |= {request.number: row for row, request in zip(rows, requests, strict=True)}
         self.written += [0] * len(requests)
@@ -140,6 +142,7 @@ class Rows:
                 blocks += request.blocks[written:]
                 self.written[row] = count
         if places:
+            self.version += 1
             at, values = upload(
                 self.device,
                 numpy.array(places, dtype=numpy.int64),
@@ -160,6 +163,13 @@ class Rows:
         requests = [request for request in self.requests if request.number in self.behind]
         self.behind.clear()
         if not requests:
+            return
+        if len(requests) == len(self):
+            stage = self._columns.begin()
+            stage.clear()
+            stage.write(0, [request.tokens[-1] for request in requests])
+            stage.write(1, [len(request.tokens) for request in requests])
+            self._columns.send(stage)
             return
         rows, tokens, lengths = upload(
             self.device,

@@ -122,7 +122,7 @@ class Flight:
     # number of a work, the prompt tokens after each of its own
     prompts: list[tuple[int, list[int]]]
 
-    @property
+    @functools.cached_property
     def speculative(self) -> bool:
         """How many tokens it gives is known when it is read."""
         return any(work.drafts for work in self.works)
@@ -137,13 +137,15 @@ class Flight:
         triple = rest[:3] if self.answers else None
         for i, place in self.places.items():
             work = self.works[i]
-            chosen = tokens[place : place + work.outputs]
-            kept = chosen[: count_accepted(work.drafts, chosen) + 1]
-            listed = [
-                logprob(token, triple, place + k, work.request.params.logprobs)
-                for k, token in enumerate(kept)
-            ]
-            found[i] = Result(kept, [item for item in listed if item])
+            accepted = count_accepted(work.drafts, tokens, place)
+            kept = tokens[place : place + accepted + 1]
+            found[i].tokens = kept
+            if triple is not None:
+                listed = [
+                    logprob(token, triple, place + k, work.request.params.logprobs)
+                    for k, token in enumerate(kept)
+                ]
+                found[i].logprobs = [item for item in listed if item]
         for k, (i, follow) in enumerate(self.prompts):
             at = 3 * (k + self.answers)
             count = self.works[i].request.params.prompt_logprobs
@@ -274,6 +276,28 @@ class Runner:
                 launched()
             return choose()
 
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Tables for the next step with guesses, while the device is busy."""
+        self.rows.extend()
+        if self.shared_steps is not None:
+            self.shared_rows.copy_tables()
+
+    def can_follow(self, works: Sequence[Work]) -> bool:
+        """Whether the rows of all that run are those of this step with guesses, which has left
+        there what a captured step goes on from.
+        """
+        rows = self.rows
+        return (
+            self.steps is not None
+            and not rows.mode.penalized
+            and len(rows) == len(works) <= self.steps.largest
+            and all(
+                work.request.number in rows.row_of and work.request.number not in rows.behind
+                for work in works
+            )
+        )
+
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
@@ -334,13 +358,16 @@ class Runner:
                 sampled, at, lengths, likeliest = (
                     tensor.index_select(0, kept) for tensor in (sampled, at, lengths, likeliest)
                 )
-            tokens = self._choose(works, sampled, at, lengths.long(), likeliest)
+            tokens = self._choose(works, sampled, at, lengths, likeliest)
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
             flight = self._land(
                 works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens
             )
-            if self.follower is not None:  # once the tokens are on their way to the host
+            # once the tokens are on their way to the host
+            if self.follower is not None:
                 self.follower.after_rows(works, rows, tokens)
+            elif flight.speculative:
+                rows.go_on(tokens)
             return flight
 
         return choose
@@ -368,7 +395,7 @@ class Runner:
             tokens, last = rows.tokens[:0], logits[:0]
             if sampling:
                 last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
-                tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
+                tokens = self._choose(chosen, last, packed.rows, packed.lengths - 1)
             flight = self._land(works, places, last, tokens, logits, packed.spans)
             if self.follower is not None:
                 self.follower.after_pass(works, packed, tokens)
@@ -385,8 +412,8 @@ class Runner:
         likeliest: Tensor | None = None,
     ) -> Tensor:
         """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the
-        position that it fills, and its likeliest token where that is known. Where none of them has
-        drafts they are the next step's input; else the host says what is kept (`settle`).
+        position that it fills (int32), and its likeliest token where that is known. Where none of
+        them has drafts they are the next step's input; else the host says what is kept (`settle`).
         """
         rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
@@ -396,18 +423,16 @@ class Runner:
             if rows.mode == GREEDY and likeliest is not None and not allowed:
                 return likeliest
             return choose_after_drafts(
-                masked(logits, allowed) if allowed else logits, rows, works, at, positions
+                masked(logits, allowed) if allowed else logits, rows, works, at, positions.long()
             )
-        rows.lengths.index_copy_(0, at, (positions + 1).int())
+        rows.lengths.index_copy_(0, at, positions + 1)
         rows.behind.difference_update(request.number for request in requests)
         return rows.choose(logits, at, allowed)
 
     @torch.inference_mode()
     def settle(self, works: Sequence[Work], results: Sequence[Result]) -> None:
-        """After a step with drafts: the tokens that were kept count for penalties."""
+        """After a step with drafts, where a row has penalties: the tokens that were kept count."""
         rows = self.rows
-        if not rows.mode.penalized:
-            return
         pairs = [
             (rows.row_of[work.request.number], token)
             for work, result in zip(works, results, strict=True)

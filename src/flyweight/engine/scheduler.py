@@ -225,13 +225,14 @@ class Scheduler:
         ordered = [request for more, request in missing if not more] + [
             request for more, request in missing if more
         ]
-        plain = self.long_prompts is None and self.states is None and not drafts
+        plain = self.long_prompts is None and self.states is None
         for request in ordered:
             if request.state is not State.RUNNING or request.complete or request.number in resting:
                 continue
             if not (count := budget.room(request)):
                 continue
-            if plain and count == 1 and (work := self._next_token(request)):
+            guesses = drafts.get(request.number, ())
+            if plain and count == 1 and (work := self._next_token(request, guesses, budget)):
                 scheduled.add(request.number)
                 works.append(work)
                 budget.take(work)
@@ -249,8 +250,7 @@ class Scheduler:
                 self._preempt(victim)
             else:
                 scheduled.add(request.number)
-                guesses = self._fitting(request, drafts.get(request.number, ()), budget)
-                works.append(self._work(request, count, guesses))
+                works.append(self._work(request, count, self._fitting(request, guesses, budget)))
                 budget.take(works[-1])
         while (
             self.waiting
@@ -265,16 +265,20 @@ class Scheduler:
             budget.take(work)
         return works
 
-    def _next_token(self, request: Request) -> Work | None:
-        """What most of a busy engine's work is: one more token of an answer within the blocks that
-        it has.
+    def _next_token(self, request: Request, drafts: Sequence[int], budget: Budget) -> Work | None:
+        """What most of a busy engine's work is: one more token of an answer, with its guesses,
+        within the blocks that it has.
         """
         start = request.computed
-        if request.length - start != 1 or start >= len(request.blocks) * self.pool.block_size:
+        count = 1 + len(drafts)
+        length = request.length
+        if length - start != 1 or start + count > len(request.blocks) * self.pool.block_size:
             return None
-        request.computed = start + 1
+        if drafts and (count > budget.tokens or length + count > request.limit):
+            return None
+        request.computed = start + count
         self._register(request)
-        return Work(request, start, 1, True)
+        return Work(request, start, count, True, drafts)
 
     def _admit(self, request: Request, budget: Budget) -> Work | None:
         if not budget.room(request):
@@ -352,6 +356,15 @@ class Scheduler:
             spare = room
         return drafts[: max(0, min(room, spare))]
 
+    def reserve(self, count: int) -> None:
+        """Blocks for so many more tokens of each answer, as far as nobody else could want them."""
+        for request in self.running:
+            if request.missing != 1 or self.pool.available <= 2 * len(self.running):
+                continue
+            more = min(count, request.limit - request.computed)
+            if self.long_prompts is None and more > 0:
+                self._extend(request, more)
+
     def _work(self, request: Request, count: int, drafts: Sequence[int] = ()) -> Work:
         samples = count == request.missing
         work = Work(
@@ -389,7 +402,8 @@ class Scheduler:
         """So many of the work's drafts were right: the others' slots are free for what comes
         instead.
         """
-        work.request.computed -= len(work.drafts) - accepted
+        if work.request.state is State.RUNNING:  # nobody took its blocks since
+            work.request.computed -= len(work.drafts) - accepted
 
     def _register(self, request: Request) -> None:
         """Make its full blocks findable, as far as their tokens are known."""

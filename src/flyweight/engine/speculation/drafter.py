@@ -11,6 +11,8 @@ from flyweight.engine.request import Request
 class Drafter(Protocol):
     """Guesses are free to be wrong: an answer never depends on them (verify.py)."""
 
+    guesses_ahead: bool  # whether it goes on from a token in flight (`Request.pending`)
+
     def warm_up(self) -> None:
         """Prepare what takes long ahead of the first request."""
 
@@ -23,7 +25,7 @@ class Drafter(Protocol):
         self, requests: Sequence[Request], most: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
         """By request number, what comes after its last token: at most `most[number]` guesses, which
-        is at least one.
+        is at least one. Where it `guesses_ahead`, that token may still be in flight.
         """
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:

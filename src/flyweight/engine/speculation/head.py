@@ -55,6 +55,8 @@ def tap(target: Decoder, head: DraftHead) -> None:
 
 
 class HeadDrafter:
+    guesses_ahead = False
+
     def __init__(self, head: DraftHead, runner: Runner, *, guesses: int):
         assert isinstance(runner.model, Decoder) and runner.model.taps is not None
         self.head = head

@@ -7,7 +7,7 @@ what the step chose, by when they have long arrived.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 from torch import Tensor
@@ -54,6 +54,9 @@ class LateDrafts(Sequence[int]):
             if begin == 0 and step == 1:  # fewer of them: nobody has to know them for that
                 return LateDrafts(self.arrival, self.column, max(0, end))
         return self.arrival.columns[self.column][: self.length][index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.arrival.columns[self.column][: self.length])
 
     def put(self, tokens: Tensor) -> None:
         """Into as many places on the device."""

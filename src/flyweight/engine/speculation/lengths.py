@@ -24,6 +24,8 @@ PRIOR = (2.0, 3.0)  # right guesses of so many, of a request that nothing is kno
 
 
 class Lengths(Protocol):
+    most_sequences: int  # beside more than so many nobody gets a guess
+
     def most(self, requests: Sequence[Request]) -> Mapping[int, int]:
         """By request number, the most guesses that pay in the next step; 0: none."""
 
@@ -37,6 +39,8 @@ class Lengths(Protocol):
 
 class Fixed:
     """As many as was asked for, as long as the step stays small."""
+
+    most_sequences = MOST_ROWS // 2
 
     def __init__(self, count: int):
         self.count = count
@@ -101,6 +105,8 @@ def size_of(rows: int) -> int:
 
 class Measured:
     """As many guesses as make the most tokens a second."""
+
+    most_sequences = MOST_ROWS // 2
 
     def __init__(self) -> None:
         self.times = StepTimes()

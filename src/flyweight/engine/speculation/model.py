@@ -26,6 +26,8 @@ STEP_TOKENS = 2048  # of prompts, computed at once
 
 
 class ModelDrafter:
+    guesses_ahead = False
+
     def __init__(
         self,
         model: Model,

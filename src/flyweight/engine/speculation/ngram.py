@@ -7,7 +7,8 @@ of the same cache salt were answered. Each text is indexed by its runs of GRAM t
 dictionary entry a token; of the latest places where the last GRAM tokens stood, that with the
 longest common past is continued. Nothing is found: nothing is spent but a lookup.
 
-A request whose guesses were wrong has to show a longer common past before the next one.
+A request has to show a longer common past before its first guess, and after wrong ones: three
+tokens that stood somewhere before are nothing special in a long answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from flyweight.engine.request import Request
 
 GRAM = 3  # tokens that must agree, at least
+FIRST = 5  # and before anything was right
 LONGEST = 12  # and at most: a request that failed often asks for so many
 CANDIDATES = 8  # places that are compared
 PAST = 24  # tokens that are compared there
@@ -41,13 +43,15 @@ class TokenIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         listed, last, before = self.tokens, self.last, self.before
-        for token in tokens:
-            end = len(listed)
-            listed.append(token)
-            gram = tuple(listed[end - GRAM + 1 : end + 1]) if end >= GRAM - 1 else ()
-            before.append(last.get(gram, -1) if gram else -1)
-            if gram:
-                last[gram] = end
+        known = len(listed)
+        listed.extend(tokens)
+        for end in range(known, len(listed)):
+            if end < GRAM - 1:
+                before.append(-1)
+                continue
+            gram = tuple(listed[end - GRAM + 1 : end + 1])
+            before.append(last.get(gram, -1))
+            last[gram] = end
 
     def match(self, past: Sequence[int], needed: int, *, own: bool) -> int | None:
         """Where the end of `past` stood, with `needed` tokens before it agreeing; of several the
@@ -94,10 +98,12 @@ class Reader:
     """A request's own text, and how much must agree before it guesses."""
 
     index: TokenIndex = field(default_factory=TokenIndex)
-    needed: int = GRAM
+    needed: int = FIRST
 
 
 class NgramDrafter:
+    guesses_ahead = True  # a token in flight is one that must be guessed too
+
     def __init__(self) -> None:
         self.readers: dict[int, Reader] = {}
         self.answers: OrderedDict[bytes, TokenIndex] = OrderedDict()  # earlier ones, by salt
@@ -106,14 +112,19 @@ class NgramDrafter:
         """There is nothing to prepare."""
 
     def promising(self, request: Request) -> bool:
-        """The token in flight is one that must be guessed too, so a single one is of no use."""
-        return len(self._guess(request, 1 + request.pending)) > request.pending
+        return True
 
     def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> dict[int, list[int]]:
-        return {request.number: self._guess(request, most[request.number]) for request in requests}
+        found = {}
+        for request in requests:
+            unread = request.pending
+            found[request.number] = self._guess(request, unread + most[request.number])[unread:]
+        return found
 
     def _guess(self, request: Request, count: int) -> list[int]:
-        reader = self.readers.setdefault(request.number, Reader())
+        reader = self.readers.get(request.number)
+        if reader is None:
+            reader = self.readers[request.number] = Reader()
         index, tokens = reader.index, request.tokens
         index.extend(tokens[len(index.tokens) :])
         if (place := index.match(tokens, reader.needed, own=True)) is not None:

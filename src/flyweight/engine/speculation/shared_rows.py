@@ -5,21 +5,26 @@
     sequence 5, length 12, none              →  a row of length 12, rows before: 0
 
 `Rows` has one row a sequence, and keeps it from step to step. These are made anew for each step
-from what the host knows; block tables and adapters alone are copied from there, on the device.
+from what the host knows. What comes from `Rows`, on the device, is block tables, adapters, and last
+tokens that the host has not read yet.
+
+The device waits while a step with guesses is prepared, so that is made short: all integers go in
+one copy, and tables are copied only when a sequence got blocks or another place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy
 import torch
 from torch import Tensor
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import LateDrafts
+from flyweight.kernels.accept import last_rows
 from flyweight.kernels.attention.decode import CHUNK
+from flyweight.transfer import Stage, StagedColumns
 
 CAPACITY = 64
 # Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are
@@ -27,6 +32,8 @@ CAPACITY = 64
 # benchmarks/workshop/speculation-h200.jsonl).
 FUSED_SIZES = (1, 2, 4)
 SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
+KINDS = "qqqqqqqii"  # of the columns that one copy brings
+TOKENS, AT, SAMPLED, FIRST, UNREAD, UNREAD_AT, GUESSES, LENGTHS, BEFORE = range(len(KINDS))
 
 
 class SharedRows:
@@ -41,16 +48,17 @@ class SharedRows:
         # the likeliest after each row
         self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=rows.device)
         self._uncounted = torch.zeros(CAPACITY, dtype=torch.int32, device=rows.device)
-        # what one copy brings: tokens, places in `rows`, sampled rows, first rows, lengths and rows
-        # before
-        self._staged = torch.zeros(40 * CAPACITY, dtype=torch.uint8, device=rows.device)
-        words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
-        self.tokens = words[:CAPACITY]
-        self.at = words[CAPACITY : 2 * CAPACITY]
-        self.sampled = words[2 * CAPACITY : 3 * CAPACITY]
-        self.first = words[3 * CAPACITY : 4 * CAPACITY]  # of each sequence
-        self.lengths = halves[8 * CAPACITY : 9 * CAPACITY]
-        self.before = halves[9 * CAPACITY :]
+        self._columns = StagedColumns(rows.device, CAPACITY, KINDS)
+        views = self._columns.views
+        self.tokens, self.lengths, self.before = views[TOKENS], views[LENGTHS], views[BEFORE]
+        self.at, self.sampled, self.first = views[AT], views[SAMPLED], views[FIRST]
+        self._unread, self._unread_at = views[UNREAD], views[UNREAD_AT]
+        self._guesses = views[GUESSES]
+        # of the latest step, where each had one known token and guesses that the host knows; else 0
+        self._sequences = 0
+        # the rows whose tables were copied, and how many times each,
+        self._of: list[tuple[int, int]] = []
+        self._version = -1  # and `Rows.version` then
 
     @property
     def taken(self) -> tuple[Tensor, Tensor]:
@@ -67,13 +75,17 @@ class SharedRows:
 
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel
-        takes, which the host knows.
+        takes. A last token that the host does not know must be on the device.
         """
+        rows = self.rows
         return sum(work.count for work in works) <= CAPACITY and all(
             work.samples
             and work.count <= CHUNK
-            and work.start + work.known <= len(work.request.tokens)
-            and work.request.number in self.rows.row_of
+            and work.request.number in rows.row_of
+            and (
+                work.start + work.known <= len(work.request.tokens)
+                or work.request.number not in rows.behind
+            )
             for work in works
         )
 
@@ -81,42 +93,94 @@ class SharedRows:
         """Make the rows of this step, and the list of those that are sampled from; returns how many
         rows.
         """
-        sampled: list[int] = []
-        first: list[int] = []
         late: list[tuple[int, LateDrafts]] = []
+        unread: list[int] = []
+        unread_at: list[int] = []
         tokens: list[int] = []
-        at: list[int] = []
         lengths: list[int] = []
-        before: list[int] = []
+        layout: list[tuple[int, int, int]] = []
+        guesses: list[int] = []  # after each row; −1: none
         for work in works:
-            first.append(len(tokens))
-            tokens += work.request.tokens[work.start : work.start + work.known]
+            request, start, count = work.request, work.start, work.count
+            known = count - len(work.drafts)
+            row = self.rows.row_of[request.number]
+            layout.append((row, count, work.outputs))
+            tokens += request.tokens[start : start + known]
+            if start + known > len(request.tokens):
+                unread.append(len(tokens))
+                unread_at.append(row)
+                tokens.append(0)
             if isinstance(work.drafts, LateDrafts):
                 late.append((len(tokens), work.drafts))
                 tokens += [0] * len(work.drafts)
             else:
                 tokens += work.drafts
-            sampled += range(len(tokens) - work.outputs, len(tokens))
-            at += [self.rows.row_of[work.request.number]] * work.count
-            lengths += range(work.start + 1, work.start + 1 + work.count)
-            before += range(work.count)
-        self._stage((tokens, at, sampled, first), (lengths, before))
+            guesses += work.drafts if not late else ()
+            guesses.append(-1)
+            lengths += range(start + 1, start + 1 + count)
+        stage = self._columns.begin()
+        if stage.layout != layout:
+            write_layout(stage, layout)
+        stage.write(TOKENS, tokens)
+        stage.write(LENGTHS, lengths)
+        stage.write(GUESSES, guesses)
+        if unread:
+            stage.write(UNREAD, unread)
+            stage.write(UNREAD_AT, unread_at)
+        self._columns.send(stage)
+        self._sequences = 0 if late or any(work.known > 1 for work in works) else len(works)
+        if unread:
+            values = self.rows.tokens.index_select(0, self._unread_at[: len(unread)])
+            self.tokens.index_copy_(0, self._unread[: len(unread)], values)
         for begin, drafts in late:
             drafts.put(self.tokens[begin : begin + len(drafts)])
-        torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
-        if self.adapters is not None and self.rows.adapters is not None:
-            torch.index_select(self.rows.adapters, 0, self.at, out=self.adapters)
+        at = [(row, count) for row, count, _ in layout]
+        if self._of[: len(at)] != at:
+            self._of = at
+            self._version = -1
+        self.copy_tables()
         return len(tokens)
 
-    def _stage(self, wide: Sequence[list[int]], narrow: Sequence[list[int]]) -> None:
-        """All columns in one copy, filled up with zeros: rows of length 0 are nobody's."""
-        pinned = self.rows.device.type == "cuda"
-        staged = torch.empty(self._staged.shape, dtype=torch.uint8, pin_memory=pinned)
-        found = staged.numpy()
-        found.fill(0)
-        split = 8 * CAPACITY * len(wide)
-        words = found[:split].view(numpy.int64).reshape(-1, CAPACITY)
-        halves = found[split:].view(numpy.int32).reshape(-1, CAPACITY)
-        for row, column in zip((*words, *halves), (*wide, *narrow), strict=True):
-            row[: len(column)] = column
-        self._staged.copy_(staged, non_blocking=True)
+    def go_on(self, chosen: Tensor) -> None:
+        """The rows of `Rows` take what the step ends with: the token chosen behind the last right
+        guess, and the length that counts it. Then they are not behind any more. Where the step had
+        other rows than a token and its guesses each, the host sees to it (`Rows.catch_up`).
+        """
+        if not self._sequences:
+            return
+        rows = self.rows
+        last = last_rows(chosen, self._guesses[: len(chosen)], self.first[: self._sequences])
+        at = self.at.index_select(0, last)
+        rows.tokens.index_copy_(0, at, chosen.index_select(0, last))
+        rows.lengths.index_copy_(0, at, self.lengths.index_select(0, last) + 1)
+        settled = self._of[: self._sequences]
+        rows.behind.difference_update(rows.requests[row].number for row, _ in settled)
+
+    def copy_tables(self) -> None:
+        """And adapters, of the sequences in the latest step; rows behind those may have any."""
+        rows = self.rows
+        if self._version == rows.version:
+            return
+        self._version = rows.version
+        torch.index_select(rows.tables, 0, self.at, out=self.tables)
+        if self.adapters is not None and rows.adapters is not None:
+            torch.index_select(rows.adapters, 0, self.at, out=self.adapters)
+
+
+def write_layout(stage: Stage, layout: list[tuple[int, int, int]]) -> None:
+    """What stays as it is while the same sequences have as many rows: of each the place in `Rows`,
+    rows, and rows that are sampled from. All else becomes 0: rows of length 0 are nobody's.
+    """
+    sampled: list[int] = []
+    first: list[int] = []
+    at: list[int] = []
+    before: list[int] = []
+    for row, count, outputs in layout:
+        first.append(len(at))
+        at += [row] * count
+        before += range(count)
+        sampled += range(len(at) - outputs, len(at))
+    stage.clear()
+    stage.layout = layout
+    for column, values in ((AT, at), (SAMPLED, sampled), (FIRST, first), (BEFORE, before)):
+        stage.write(column, values)

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 from flyweight.engine.request import Request, State
+from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
-from flyweight.engine.speculation.lengths import Lengths
+from flyweight.engine.speculation.lengths import Lengths, StepTimes
 
 
 class Speculator:
@@ -18,6 +19,9 @@ class Speculator:
         self.accepted = 0  # of those, the right ones
         self.steps = 0  # sequences that had guesses in a step, over all steps
         self.seconds = 0.0  # spent on guessing
+        self.times = StepTimes()
+        self.gap = 0.0  # seconds of the host between a step's tokens and the next launch
+        self.brought = 3.0  # tokens of a step with guesses, of late
 
     def figures(self) -> dict[str, float]:
         """Since the start, for those who measure: means over the steps in which a sequence had
@@ -49,22 +53,44 @@ class Speculator:
 
     def propose(self, running: Sequence[Request]) -> dict[int, Sequence[int]]:
         """Guesses by request number; requests without any are left out."""
+        if len(running) > self.lengths.most_sequences:
+            return {}
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
         rooms = self.lengths.most(requests)
-        most = {
-            request.number: min(rooms[request.number], request.limit - request.length - 1)
-            for request in requests
-        }
-        wanting = [request for request in requests if most[request.number] > 0]
+        most = {}
+        wanting = []
+        for request in requests:
+            room = min(rooms[request.number], request.limit - request.length - 1)
+            if room > 0:
+                most[request.number] = room
+                wanting.append(request)
         drafts = self.drafter.propose(wanting, most) if wanting else {}
         self.seconds += time.perf_counter() - begin
         return {number: guesses for number, guesses in drafts.items() if guesses}
+
+    def learn(self, seconds: float, rows: int) -> None:
+        """A step of so many rows, and nothing else, took so long."""
+        self.times.learn(seconds, rows)
+        self.lengths.learn(seconds, rows)
+
+    def prepared(self, seconds: float) -> None:
+        """It took so long to make guesses and launch a step that checks them."""
+        self.gap = seconds if not self.gap else min(2 * self.gap, 0.9 * self.gap + 0.1 * seconds)
+
+    def follows(self, works: Sequence[Work]) -> bool:
+        """Whether a step without guesses is launched behind this one before it is read. It hides
+        what the host does then: (tokens + 1) of the two instead of tokens of the one and the gap.
+        """
+        step = self.times.of(sum(work.count for work in works))
+        plain = self.times.of(len(works))
+        return (self.brought + 1) / (step + plain) > self.brought / (step + self.gap)
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         self.steps += 1
         self.drafted += len(drafts)
         self.accepted += accepted
+        self.brought += 0.1 * (1 + accepted - self.brought)
         self.lengths.observe(request, len(drafts), accepted)
         self.drafter.observe(request, drafts, accepted)
 
@@ -77,5 +103,10 @@ def may_guess(request: Request) -> bool:
     """Answers whose next token is free. Under a grammar every token changes what may follow, so
     those go one by one.
     """
-    answering = request.state is State.RUNNING and request.missing == 1
-    return answering and request.constraint is None and request.limit - request.length > 1
+    length = request.length
+    return (
+        length - request.computed == 1
+        and length + 1 < request.limit
+        and request.constraint is None
+        and request.state is State.RUNNING
+    )

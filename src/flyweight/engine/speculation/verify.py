@@ -30,14 +30,14 @@ from flyweight.engine.scheduler import Work
 from flyweight.transfer import upload
 
 
-def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many drafts the sampler chose too, up to the first that it did not."""
-    right = 0
-    for guess, token in zip(drafts, chosen, strict=False):
-        if guess != token:
-            break
-        right += 1
-    return right
+def count_accepted(drafts: Sequence[int], chosen: Sequence[int], first: int = 0) -> int:
+    """How many drafts the sampler chose too, up to the first that it did not. `first`: where the
+    first of them is among `chosen`.
+    """
+    for right, guess in enumerate(drafts):
+        if guess != chosen[first + right]:
+            return right
+    return len(drafts)
 
 
 def choose_after_drafts(
