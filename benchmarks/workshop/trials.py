@@ -31,9 +31,11 @@ import dataclasses
 import functools
 import gc
 import importlib
+import json
 import re
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -258,11 +260,22 @@ def chain_of(
     for text, found in times.items():
         us, error = statistics.median(found), relative_error(results[text], results[""].double())
         share = 100 * nbytes / us / 1e3 / bandwidth
+        if options.out:
+            row = dict(bench="chain_trial", device=pretended_name(), model=options.model)
+            row |= dict(format=case.format, rows=case.rows, variant=text or "now")
+            row |= dict(us_a_layer=round(us, 2), share_of_copies=round(share / 100, 4), error=error)
+            with options.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
         print(
             f"{case.format} {case.rows} rows  {us:9.2f} us a layer  {share:5.1f} % of copies  "
             f"error {error:.1e}  {text or 'now'}",
             flush=True,
         )
+
+
+def pretended_name() -> str:
+    here = gpu.of(0)
+    return f"{torch.cuda.get_device_name(0)} as {here.architecture} ({here.processors} SMs)"
 
 
 def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
@@ -302,6 +315,7 @@ def main() -> None:
         one.add_argument("--try", dest="tries", nargs="+", default=[], metavar="NAME=VALUE,…")
         one.add_argument("--samples", type=int, default=7)
         one.add_argument("--compile", action="store_true")
+        one.add_argument("-o", "--out", type=Path, help="rows (JSONL) of a chain")
     options = parser.parse_args()
     if options.compile:
         found = precompile.precompile(

@@ -45,8 +45,8 @@ def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, t
     out = torch.full((rows, shape[0]), float("nan")).bfloat16()
     got = gemm_mma.multiply(weight, x, out, residual=residual, cut=cut)
     assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
-    flags = [held for (name, _), held in workspace.current(x.device)._buffers.items() if name == "mma flags"]
-    assert not any(held.any() for held in flags), "taken down for the next launch"
+    boxes = [held for (name, _), held in workspace.current(x.device)._buffers.items() if name == "mailbox"]
+    assert all((box == -1).all() for box in boxes), "emptied for the next launch"
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4:64"])

@@ -34,7 +34,14 @@ from flyweight.gpu import Gpu
 from flyweight.kernels import imitation
 
 # Sources whose kernels can wait for counters.
-SOURCES = {"experts.cu", "gemv.cu", "gemv_split.cu", "qkv_attention.cu", "route.cu"}
+SOURCES = {
+    "experts.cu",
+    "gemm_mma.cu",
+    "gemv.cu",
+    "gemv_split.cu",
+    "qkv_attention.cu",
+    "route.cu",
+}
 DEFINE = {"BY_COUNTERS": 1}
 WORDS = 1 << 16  # of a block of counters
 WORD = 4

@@ -31,6 +31,22 @@ DEVICE void begin_launch(const u32* before, u32* own) {
   if (threadIdx.x == 0) launch = {before, own, before == nullptr};
   __syncthreads();
 }
+// Whether this kernel runs beside its neighbours: after begin_launch.
+DEVICE bool launches_overlap() { return launch.own; }
+// Rings in turn, as in turns.cuh: a ticket of this SM, and the wait for whoever has the one before, or until the kernel before this one has
+// ended: a thread block of this very launch may have that ticket. By one thread.
+DEVICE void await_turn_beside(u32* turns) {
+  const u32 ticket = count_up(turns);
+  if (!launch.before) return;
+  u32 done[1], now[1], begun[1];
+  load_relaxed(launch.own, begun);
+  Patience patience;
+  do {
+    patience.poll();
+    load_relaxed(turns + 1, done);
+    load_relaxed(launch.before, now);
+  } while ((int)(done[0] - ticket) < 0 && now[0] - (begun[0] & ~(LAUNCH_ROUND - 1)) < LAUNCH_ROUND);
+}
 // By whole warps; the last warp of the CTA must come here, too.
 DEVICE void wait_for_inputs() {
   const u32 last = (blockDim.x - 1) / 32;

@@ -43,7 +43,7 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   Linear a = {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon};
   const Slice whole = slice_at(0);
 #if OWN_COPIES
-  OwnRing<decltype(tile_at)> ring = {sh, a, whole, tile_at, stages_of(whole, count), warp, lane};
+  OwnRing<decltype(tile_at)> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
   ring.fill();
 #else
   if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);

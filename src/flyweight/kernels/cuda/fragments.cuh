@@ -1,6 +1,9 @@
 // A lane's registers of a 16 × 64 block of weights, as gemm.cu's products take them: codes become 16-bit floats here, exact
 // integers less the zero point times the scale, rounded once; 8-bit formats and plain weights go in as they lie.
 // Needs gemm.cu's STEPS, WORDS, GROUPED and group_in_stage.
+#ifndef NATURAL_ORDER
+#define NATURAL_ORDER 0  // four codes come as 0, 1 and 2, 3, as x lies in memory; or as 0, 2 and 1, 3, an instruction less
+#endif
 
 // Codes in the low byte of each half (4 or 8 bits) → (code − zero) · scale. An integer set into the mantissa of a power
 // of two is that power plus the integer, exactly; a bf16 mantissa has 7 bits, so bit 7 of a code goes in by itself, and takes
@@ -108,8 +111,9 @@ struct Block {
 #pragma unroll
       for (int row = 0; row < 2; row++) {
         const u32 mine = !SPARSE && NIBBLES && half ? codes[row] >> 4 : codes[row];
-        a[row] = decode(SPARSE ? __byte_perm(mine, 0, 0x4140) : mine, scale[half][row]);
-        a[2 + row] = decode(SPARSE ? __byte_perm(mine, 0, 0x4342) : mine >> 8, scale[half][row]);
+        constexpr bool ordered = SPARSE || NATURAL_ORDER;
+        a[row] = decode(ordered ? __byte_perm(mine, 0, 0x4140) : mine, scale[half][row]);
+        a[2 + row] = decode(ordered ? __byte_perm(mine, 0, 0x4342) : mine >> 8, scale[half][row]);
       }
     }
     if (SPARSE) a[WORDS - 1] = places[step];

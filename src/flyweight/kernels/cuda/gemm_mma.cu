@@ -8,7 +8,8 @@
 // A warp takes its codes apart once for all of its tokens, so what codes cost in instructions falls with COLUMNS, and what x costs in
 // reads of shared memory with PER_WARP. A lane's four registers of x, 32 inputs of 16 bits or 64 of 8 bits of one token, come
 // by one load: x lies packed (pack.cu, which norms and quantizes), or (X_ROWS) as the rows it is, of which a lane's eight neighbouring
-// inputs are just what the tiles' order asks for; codes come in the order 0, 2, 1, 3 and x is exchanged to suit.
+// inputs are just what the tiles' order asks for; codes of 4 and 8 bits are brought into that order as they are taken apart
+// (NATURAL_ORDER), of other formats they come in the order 0, 2, 1, 3 and x is exchanged to suit.
 //
 // How the tiles are shared out (SPLIT): WHOLE, CTAs take them in turn; LINE, too few for whole ones, cut evenly (gemm.cu says how;
 // every CTA is resident). Copies of a CTA's next tile begin while it ends one. EXPERTS: as in gemm.cu.
@@ -34,6 +35,8 @@
 #define LINE 1
 #define SLICED 0
 #define CLUSTER 1
+#define UNITS_BY_PARTS 1
+#define NATURAL_ORDER (X_ROWS && GROUPED && FORMAT != BIT_PLANES)
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -80,22 +83,29 @@ struct Source {
   const u8* x;
   int rows, x_tiles;
 };
-DEVICE void fetch_stage(u32 to, const Source& a, const Segment& s, int stage) {
+// COUNT pieces of 16 bytes, PIECES of them from each tile; tiles lie `stride` bytes apart. Where they come out even each thread has one
+// address and fixed distances from it.
+template <int COUNT, int PIECES> DEVICE void copy_tiles(u32 to, const u8* from, int first, int last, int stride) {
+  if constexpr (TILES % MT == 0 && THREADS % PIECES == 0 && COUNT % THREADS == 0) {
+    const u8* mine = from + (size_t)(first + threadIdx.x / PIECES) * stride + threadIdx.x % PIECES * 16;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += THREADS) copy16(to + i * 16 + threadIdx.x * 16, mine + (size_t)(i / PIECES) * stride);
+  } else {
+#pragma unroll
+    for (int i = threadIdx.x; i < COUNT; i += THREADS)
+      copy16(to + i * 16, from + (size_t)min(first + i / PIECES, last) * stride + i % PIECES * 16);
+  }
+}
+DEVICE void fetch_weights(u32 to, const Source& a, const Segment& s, int stage) {
   constexpr int pieces = SB * BLOCK_BYTES / 16, record_pieces = STAGE_GROUPS * GROUP_BYTES / 16;
-  const int first = s.expert * TILES;
-#pragma unroll
-  for (int i = threadIdx.x; i < MT * pieces; i += THREADS) {
-    const int tile = first + min(s.m * MT + i / pieces, TILES - 1);
-    copy16(to + i * 16, a.weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES + i % pieces * 16);
-  }
+  const int first = s.expert * TILES + s.m * MT, last = s.expert * TILES + TILES - 1;
+  copy_tiles<MT * pieces, pieces>(to, a.weights + (size_t)stage * (SB * BLOCK_BYTES), first, last, BLOCKS * BLOCK_BYTES);
 #if FORMAT == INT4 || FORMAT == INT8 || FORMAT == MXFP4 || FORMAT == FP8_BLOCKS || FORMAT == BIT_PLANES
-#pragma unroll
-  for (int i = threadIdx.x; i < MT * record_pieces; i += THREADS) {
-    const int tile = first + min(s.m * MT + i / record_pieces, TILES - 1);
-    const u8* from = (const u8*)a.records + ((size_t)tile * GROUPS + first_group(stage)) * GROUP_BYTES;
-    copy16(to + WEIGHT_BYTES + i * 16, from + i % record_pieces * 16);
-  }
+  const u8* records = (const u8*)a.records + first_group(stage) * GROUP_BYTES;
+  copy_tiles<MT * record_pieces, record_pieces>(to + WEIGHT_BYTES, records, first, last, GROUPS * GROUP_BYTES);
 #endif
+}
+DEVICE void fetch_x(u32 to, const Source& a, const Segment& s, int stage) {
 #if X_ROWS
   const int lane = threadIdx.x % 32;
   const u16* x = (const u16*)a.x + stage * SB * 64;
@@ -118,10 +128,24 @@ struct Ahead {
   int unit, stage = 0, n_tiles;
   const int* expert_of;
   DEVICE Ahead(int tiles, const int* experts) : unit(first_unit(tiles)), n_tiles(tiles), expert_of(experts) {}
-  DEVICE void fetch(u32 to, const Source& a) {
+  template <bool WEIGHTS, bool X> DEVICE void fetch(u32 to, const Source& a) {
     if (stage >= s.end && next_segment(s, unit, n_tiles, expert_of)) stage = s.begin;
-    if (stage < s.end) fetch_stage(to, a, s, stage), stage++;
-    copy_group();
+    if (stage < s.end) {
+      if (WEIGHTS) fetch_weights(to, a, s, stage);
+      if (X) fetch_x(to, a, s, stage);
+      stage++;
+    }
+  }
+  // The first STAGES - 1 stages. Weights do not depend on the kernel before this one, and so come while it runs; with them the first
+  // stage's x is one group of copies.
+  DEVICE static Ahead fill(u32 ring, const Source& a, int tiles, const int* experts) {
+    Ahead weights(tiles, experts), x(tiles, experts);
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; i++) weights.fetch<true, false>(ring + i * STAGE_BYTES, a);
+    if (!EXPERTS) wait_for_inputs();
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; i++) x.fetch<false, true>(ring + i * STAGE_BYTES, a), copy_group();
+    return x;
   }
 };
 
@@ -129,7 +153,7 @@ struct Ahead {
 DEVICE uint4 load_x(const u8* chunk, int lane) {
 #if X_ROWS
   const uint4 w = ((const uint4*)chunk)[lane];
-  if (!GROUPED && FORMAT != FP8_WIDE) return w;
+  if (NATURAL_ORDER || (!GROUPED && FORMAT != FP8_WIDE)) return w;
   return make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x5410),
                     __byte_perm(w.z, w.w, 0x7632));
 #else
@@ -154,86 +178,118 @@ DEVICE void product(accumulator (&d)[4], const u32 (&a)[WORDS], uint4 x, int ste
 typedef accumulator Sums[PER_WARP][COLUMNS * 4];
 DEVICE accumulator (&four(Sums& sums, int m, int n))[4] { return *(accumulator(*)[4]) & sums[m][4 * n]; }
 
-// A stage of a warp: `first` is its first tile, `x` its first column's.
+// A chunk's registers of x, of all columns of a warp.
+DEVICE void load_columns(uint4 (&x)[COLUMNS], const u8* chunk, int lane) {
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n++) x[n] = load_x(chunk + n * 8 * X_ROW, lane);
+}
+// A stage of a warp: `first` is its first tile, `x` its first column's. Codes of a tile are taken apart between the products of the one
+// before it, so that the matrix units have work meanwhile; x of a chunk stays in registers for all tiles, and comes a chunk ahead
+// where there is room.
 DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, int first, int lane) {
+  constexpr int SETS = COLUMNS <= 8 ? 2 : 1;
+  uint4 columns[SETS][COLUMNS];
+  if (SETS == 2) load_columns(columns[0], x, lane);
 #pragma unroll
-  for (int block = 0; block < SB; block++) {
+  for (int i = 0; i < SB * CHUNKS; i++) {
+    const int block = i / CHUNKS, chunk = i % CHUNKS;
+    if (SETS == 1) load_columns(columns[0], x + i * 512, lane);
+    else if (i + 1 < SB * CHUNKS) load_columns(columns[(i + 1) % SETS], x + (i + 1) * 512, lane);
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      const u8* column = x + (block * CHUNKS + chunk) * 512;
-      uint4 next = load_x(column, lane);
-      u32 a[PER_WARP][TOGETHER][WORDS];
+    for (int m = 0; m < PER_WARP; m++) {
+      const Record* records = (const Record*)(slot + WEIGHT_BYTES) + (first + m) * STAGE_GROUPS * RECORD_LENGTH;
+      const Block here(slot + (first + m) * SB * BLOCK_BYTES, records, stage, block, lane);
 #pragma unroll
-      for (int m = 0; m < PER_WARP; m++) {
-        const Record* records = (const Record*)(slot + WEIGHT_BYTES) + (first + m) * STAGE_GROUPS * RECORD_LENGTH;
-        const Block here(slot + (first + m) * SB * BLOCK_BYTES, records, stage, block, lane);
+      for (int j = 0; j < TOGETHER; j++) {
+        u32 a[WORDS];
+        here.take(chunk * TOGETHER + j, a);
 #pragma unroll
-        for (int i = 0; i < TOGETHER; i++) here.take(chunk * TOGETHER + i, a[m][i]);
-      }
-#pragma unroll
-      for (int n = 0; n < COLUMNS; n++) {
-        const uint4 now = next;
-        if (n + 1 < COLUMNS) next = load_x(column + (n + 1) * 8 * X_ROW, lane);
-#pragma unroll
-        for (int i = 0; i < TOGETHER; i++)
-#pragma unroll
-          for (int m = 0; m < PER_WARP; m++) product(four(sums, m, n), a[m][i], now, i);
+        for (int n = 0; n < COLUMNS; n++) product(four(sums, m, n), a, columns[i % SETS][n], j);
       }
     }
   }
 }
 
-// Sums of a tile that begins in another CTA, left for it; and the owner's taking them in, in the order of the stages.
-DEVICE void leave_partial(const Sums& sums, uint4* partials, int* flags) {
-  uint4* to = partials + (size_t)blockIdx.x * PER_WARP * COLUMNS * THREADS + threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < PER_WARP * COLUMNS; i++) to[i * THREADS] = *(const uint4*)&sums[i / COLUMNS][i % COLUMNS * 4];
-  __syncthreads();
-  if (threadIdx.x == 0) store_release(flags + blockIdx.x, 1);
+// Sums of a tile that begins in another CTA, left for it in `mail`; and the owner's taking them in, in the order of the stages. A word
+// is its own flag, as in mail.cuh: all ones until it is written, and all ones again when it is taken.
+constexpr int PIECES = PER_WARP * COLUMNS;  // of 16 bytes, that a thread leaves
+constexpr u32 FLIP = FORMAT == W8A8 ? 0x80000000u : 0;  // all ones would be -1: so they are an integer that no sum comes near
+DEVICE void store_words(uint4* p, uint4 v) {
+#ifdef ON_THE_HOST
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 4; i++) store_relaxed((float*)p + i, __uint_as_float(words[i]));
+#else
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
 }
-// A thread waits for each of them, all at the same time: one after the other their ways through memory would add up.
-DEVICE void take_partials(Sums& sums, const uint4* partials, int* flags, int tile, int n_tiles) {
-  const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT, first = blockIdx.x + 1;
-  int last = first;
-  while (unit_begin(last, units) < stop) last++;
-  auto works = [&](int cta) { return unit_begin(cta, units) < unit_begin(cta + 1, units); };  // there may be more CTAs than units
-  for (int cta = first + threadIdx.x; cta < last; cta += THREADS) {
-    Patience patience;
-    while (works(cta) && !load_acquire(flags + cta)) patience.poll();
+DEVICE uint4* mail_of(uint4* mail, int cta) { return mail + (size_t)cta * PIECES * THREADS + threadIdx.x; }
+DEVICE void leave_partial(const Sums& sums, uint4* mail) {
+  uint4* to = mail_of(mail, blockIdx.x);
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) {
+    const uint4 v = *(const uint4*)&sums[i / COLUMNS][i % COLUMNS * 4];
+    store_words(to + i * THREADS, make_uint4(v.x ^ FLIP, v.y ^ FLIP, v.z ^ FLIP, v.w ^ FLIP));
   }
-  __syncthreads();
-#pragma unroll 2
-  for (int cta = first; cta < last; cta++) {
-    if (!works(cta)) continue;
-    const uint4* from = partials + (size_t)cta * PER_WARP * COLUMNS * THREADS + threadIdx.x;
+}
+// Several CTAs' words are asked for at a time: one after the other their ways through memory would add up.
+DEVICE void take_partials(Sums& sums, uint4* mail, int tile, int n_tiles) {
+  constexpr int MOST = THREADS * CTAS <= 256 && PIECES <= 16 ? 16 : 8;  // pieces that registers have room for beside the sums
+  constexpr int AT_ONCE = PIECES <= MOST ? PIECES : PIECES % MOST == 0 ? MOST : PIECES % 4 == 0 ? 4 : 1;
+  constexpr int OTHERS = PIECES < MOST ? MOST / PIECES : 1;
+  const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
+  const int last = (int)(((unsigned long long)stop * gridDim.x - 1) / units);  // the CTA that has unit stop - 1
+  auto works = [&](int cta) {  // there may be more CTAs than units
+    return cta <= last && (units >= (int)gridDim.x || unit_begin(cta, units) < unit_begin(cta + 1, units));
+  };
+#pragma unroll 1
+  for (int cta = blockIdx.x + 1; cta <= last; cta += OTHERS) {
+    bool there[OTHERS];
 #pragma unroll
-    for (int i = 0; i < PER_WARP * COLUMNS; i++) {
-      const uint4 p = __ldcg(from + i * THREADS);
-      const accumulator* v = (const accumulator*)&p;
+    for (int c = 0; c < OTHERS; c++) there[c] = works(cta + c);
 #pragma unroll
-      for (int j = 0; j < 4; j++) sums[i / COLUMNS][i % COLUMNS * 4 + j] += v[j];
+    for (int part = 0; part < PIECES; part += AT_ONCE) {
+      u32 words[OTHERS][AT_ONCE][4];
+      bool all;
+      Patience patience;
+      do {
+        patience.poll();
+        all = true;
+#pragma unroll
+        for (int i = 0; i < OTHERS * AT_ONCE; i++)
+          if (there[i / AT_ONCE]) load_relaxed(mail_of(mail, cta + i / AT_ONCE) + (part + i % AT_ONCE) * THREADS, words[i / AT_ONCE][i % AT_ONCE]);
+#pragma unroll
+        for (int i = 0; i < OTHERS * AT_ONCE; i++)
+          if (there[i / AT_ONCE]) all &= !missing<false>(words[i / AT_ONCE][i % AT_ONCE]);
+      } while (!all);
+#pragma unroll
+      for (int i = 0; i < OTHERS * AT_ONCE; i++) {
+        const int c = i / AT_ONCE, piece = part + i % AT_ONCE;
+        if (!there[c]) continue;
+        store_words(mail_of(mail, cta + c) + piece * THREADS, make_uint4(~0u, ~0u, ~0u, ~0u));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 word = words[c][i % AT_ONCE][j] ^ FLIP;
+          sums[piece / COLUMNS][piece % COLUMNS * 4 + j] += *(const accumulator*)&word;
+        }
+      }
     }
   }
-  __syncthreads();
-  for (int cta = first + threadIdx.x; cta < last; cta += THREADS) flags[cta] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 gemm_mma(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
-         const u16* residual, u16* Y, uint4* partials, int* flags, const int* expert_of, const int* tiles, int rows, int groups) {
+         const u16* residual, u16* Y, uint4* mail, const int* expert_of, const int* tiles, int rows, int groups LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
+  BEGIN_LAUNCH;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_tile = warp % OUT_WARPS * PER_WARP, first_column = warp / OUT_WARPS * COLUMNS;
   launch_dependents();
-  wait_for_inputs();
   const int x_tiles = (rows + TOKENS - 1) / TOKENS;
   int n_tiles = x_tiles;
-  if (EXPERTS) n_tiles = tiles[0], rows = n_tiles * TOKENS;
+  if (EXPERTS) wait_for_inputs(), n_tiles = tiles[0], rows = n_tiles * TOKENS;
   const Source source = {weights, records, x, rows, x_tiles};
   const u32 ring = shared_address(raw);
-  Ahead ahead(n_tiles, expert_of);
-#pragma unroll 1
-  for (int i = 0; i < STAGES - 1; i++) ahead.fetch(ring + i * STAGE_BYTES, source);
+  Ahead ahead = Ahead::fill(ring, source, n_tiles, expert_of);
   int slot = 0, unit = first_unit(n_tiles);
   Segment s;
   while (next_segment(s, unit, n_tiles, expert_of)) {
@@ -242,7 +298,8 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
     for (int stage = s.begin; stage < s.end; stage++) {
       copy_wait<STAGES - 2>();
       __syncthreads();  // the stage is there, and all are done with the one before it
-      ahead.fetch(ring + (slot ? slot - 1 : STAGES - 1) * STAGE_BYTES, source);
+      ahead.fetch<true, true>(ring + (slot ? slot - 1 : STAGES - 1) * STAGE_BYTES, source);
+      copy_group();
       const u8* here = raw + slot * STAGE_BYTES;
       const u8* mine = here + X_AT + first_column * 8 * X_ROW;
 #if FORMAT == FP8  // sums inside the matrix units have fewer bits than a float
@@ -256,14 +313,15 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
       if (++slot == STAGES) slot = 0;
     }
     if (SPLIT == LINE && s.begin > 0) {
-      leave_partial(sums, partials, flags);
+      leave_partial(sums, mail);
       continue;
     }
-    if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(sums, partials, flags, (unit - 1) / STAGE_COUNT, n_tiles);
+    if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(sums, mail, (unit - 1) / STAGE_COUNT, n_tiles);
 #pragma unroll
     for (int m = 0; m < PER_WARP; m++) {
       const Ends<COLUMNS> ends(s, first_column, channel_scale, row_scale, bias, residual, rows, first_tile + m, lane);
       write_tile<COLUMNS>(sums[m], ends, s, first_column, Y, rows, groups, first_tile + m, lane);
     }
   }
+  end_launch(THREADS);
 }

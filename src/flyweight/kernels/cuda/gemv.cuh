@@ -63,7 +63,7 @@
 #define OWN_UNITS 1
 #endif
 #ifndef PREFETCHED
-#define PREFETCHED 0  // stages that are brought to L2: so many ahead of what is fetched, or, by a producer, while it waits for inputs
+#define PREFETCHED 0  // stages that are brought to L2 behind those in the ring, while it waits for inputs
 #endif
 #if BALANCED
 #include "patience.cuh"
@@ -143,6 +143,9 @@ struct __align__(128) LinearShared {
   float2 row_most[ROWS];          // the norm's factor, maximum
 #endif
   u64 full[STAGES], empty[STAGES];
+#if OWN_COPIES
+  u32 asked;  // warps that have asked for all their weights
+#endif
 #if ADAPTER_RANK
   AdapterShared adapter;
 #endif
@@ -190,56 +193,98 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
 }
 
 #if OWN_COPIES
-// A warp's part of the ring: STAGES shares, fetched STAGES stages ahead.
+// A warp's part of the ring: STAGES shares, fetched STAGES stages ahead, each into the slot that was multiplied last. Addresses are
+// counted up, and computed only where a tile begins.
 template <typename TileAt> struct OwnRing {
+  // whole groups to a share: records, too, lie one stage further on at each step
+  static constexpr bool STEADY = GROUPED && GROUP < KDIM && OWN_BLOCKS * 64 % GROUP == 0;
+  static constexpr int RECORD_STEP = STEADY ? STAGE_BLOCKS * 64 / GROUP * GROUP_BYTES : 0;
   LinearShared& sh;
   const Linear& a;
   Slice slice;
   TileAt tile_at;
-  int stages, warp, lane;  // stages of the whole CTA
-  int next = 0, slot = 0;
+  int left, lane, first;  // stages of the CTA that are not asked for yet; the first of this warp's blocks in a stage
+  u32 ring, at;           // where this lane's part of its shares lies in shared memory; the slot that comes next
+  const u8* own;          // that slot
+  int tile, stage;        // what is asked for next
+  const u8 *weights, *records;
+  u32* turns;             // of this SM, or null: linears fill their rings whenever they begin
 
-  DEVICE int place(int i) const { return i + (BALANCED ? slice.skipped : 0); }
-  // The share of stage i: where it begins among the slice's blocks, and in memory.
-  DEVICE int first_block(int i) const { return place(i) % TILE_STAGES * STAGE_BLOCKS + warp * OWN_BLOCKS; }
-  DEVICE void fetch() {  // the next stage, into the slot that it will be taken from
-    const int i = next++, block = first_block(i);
-    if (i < stages && (FULL || block < slice.blocks)) {
-      const int tile = place_of(tile_at(place(i) / TILE_STAGES)).weights, bytes = FULL ? OWN_BLOCKS * BLOCK_BYTES : min(OWN_BLOCKS, slice.blocks - block) * BLOCK_BYTES;
-      const u8* from = a.weights + ((size_t)tile * BLOCKS + slice.first + block) * BLOCK_BYTES;
-      const u32 to = shared_address(sh.ring[i % STAGES] + warp * OWN_BYTES);
+  // By all threads.
+  DEVICE OwnRing(LinearShared& sh, const Linear& a, Slice slice, TileAt tile_at, int stages, int warp, int lane)
+      : sh(sh), a(a), slice(slice), tile_at(tile_at), left(stages), lane(lane), first(warp * OWN_BLOCKS),
+        ring(shared_address(sh.ring[0] + warp * OWN_BYTES + lane * 16)), at(0), own(sh.ring[0] + warp * OWN_BYTES), tile(0),
+        stage(BALANCED ? slice.skipped : 0), turns(nullptr) {
+    if (left > 0) aim();
+#if BY_COUNTERS
+    if (a.turns && launches_overlap()) turns = a.turns + 2 * processor();
+    if (turns) {
+      if (threadIdx.x == 0) sh.asked = 0, await_turn_beside(turns);
+      named_barrier(1, THREADS);
+    }
+#endif
+  }
+  // Addresses of this lane's first 16 bytes of `stage` of `tile`.
+  DEVICE void aim() {
+    const size_t index = place_of(tile_at(tile)).weights, block = slice.first + stage * STAGE_BLOCKS + first;
+    weights = a.weights + (index * BLOCKS + block) * BLOCK_BYTES + lane * 16;
+    if constexpr (GROUPED) records = (const u8*)a.records + (index * GROUPS + block * 64 / GROUP) * GROUP_BYTES + lane * 16;
+  }
+  DEVICE void fetch() {  // the next stage, into the slot that comes next
+    if (left-- > 0) {
+      if (stage == TILE_STAGES) stage = 0, tile++, aim();
+      const int block = stage * STAGE_BLOCKS + first, blocks = FULL ? OWN_BLOCKS : min(OWN_BLOCKS, slice.blocks - block);
+      const u32 to = ring + at;
 #pragma unroll
-      for (int at = 0; at < OWN_BLOCKS * BLOCK_BYTES; at += 512)
-        if ((FULL && at + 512 <= OWN_BLOCKS * BLOCK_BYTES) || at + lane * 16 < bytes) copy16(to + at + lane * 16, from + at + lane * 16);
+      for (int i = 0; i < OWN_BLOCKS * BLOCK_BYTES; i += 512)
+        if ((FULL && i + 512 <= OWN_BLOCKS * BLOCK_BYTES) || i + lane * 16 < blocks * BLOCK_BYTES) copy16(to + i, weights + i);
       if constexpr (GROUPED) {
         const int group = (slice.first + block) * 64 / GROUP, last = SLICES == 1 ? GROUPS : slice_groups(slice);
-        const u8* records = (const u8*)((const Record*)a.records + ((size_t)tile * GROUPS + group) * RECORD_LENGTH);
-        const int size = min(OWN_GROUPS, last - group) * GROUP_BYTES;
+        const int size = (FULL && STEADY ? OWN_GROUPS : min(OWN_GROUPS, last - group)) * GROUP_BYTES;
 #pragma unroll
-        for (int at = 0; at < OWN_GROUPS * GROUP_BYTES; at += 512)
-          if (at + lane * 16 < size) copy16(to + OWN_BLOCKS * BLOCK_BYTES + at + lane * 16, records + at + lane * 16);
+        for (int i = 0; i < OWN_GROUPS * GROUP_BYTES; i += 512)
+          if (i + lane * 16 < size && (FULL || blocks > 0)) copy16(to + OWN_BLOCKS * BLOCK_BYTES + i, records + i);
       }
+      stage++;
+      weights += STAGE_BLOCKS * BLOCK_BYTES;
+      if (STEADY) records += RECORD_STEP;
+      else if (GROUPED && stage < TILE_STAGES) aim();
+#if BY_COUNTERS
+      if (turns && left == 0) give_turn();
+#endif
     }
     copy_group();  // of no copies, where there are none: groups are counted
-    if (PREFETCHED) prefetch(i + PREFETCHED);
   }
-  DEVICE void prefetch(int i) const {
-    if (i >= stages || lane * 128 >= OWN_BLOCKS * BLOCK_BYTES || first_block(i) >= slice.blocks) return;
-    const int tile = place_of(tile_at(place(i) / TILE_STAGES)).weights;
-    prefetch_l2(a.weights + ((size_t)tile * BLOCKS + slice.first + first_block(i)) * BLOCK_BYTES + lane * 128);
+  DEVICE void give_turn() {  // the last warp to ask for its last share lets the next kernel on this SM begin
+    if (lane == 0 && atomicAdd(&sh.asked, 1) == WARPS - 1) count_up(turns + 1);
+  }
+  DEVICE void advance() {
+    at += STAGE_BYTES;
+    own += STAGE_BYTES;
+    if (at == STAGES * STAGE_BYTES) at = 0, own -= STAGES * STAGE_BYTES;
   }
   DEVICE void fill() {
-    for (int i = 0; i < STAGES; i++) fetch();
+    for (int i = 0; i < STAGES; i++) fetch(), advance();
+    if (PREFETCHED) prefetch();
+  }
+  // Brings the next PREFETCHED stages to L2: memory would have nothing to do until inputs are there.
+  DEVICE void prefetch() const {
+    for (int i = 0; i < min(PREFETCHED, left); i++) {
+      const int later = stage + i, block = later % TILE_STAGES * STAGE_BLOCKS + first;
+      const size_t index = place_of(tile_at(tile + later / TILE_STAGES)).weights;
+      if (lane * 128 < min(OWN_BLOCKS, slice.blocks - block) * BLOCK_BYTES)
+        prefetch_l2(a.weights + (index * BLOCKS + slice.first + block) * BLOCK_BYTES + lane * 128);
+    }
   }
   DEVICE const u8* wait() const {
     copy_wait<STAGES - 1>();
     __syncwarp();
-    return sh.ring[slot] + warp * OWN_BYTES;
+    return own;
   }
   DEVICE void release() {
     __syncwarp();
     fetch();
-    if (++slot == STAGES) slot = 0;
+    advance();
   }
 };
 #endif
@@ -433,7 +478,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   }
 #endif
 #if OWN_COPIES
-  OwnRing<TileAt> ring = {sh, a, whole, tile_at, stages_of(whole, count), warp, lane};
+  OwnRing<TileAt> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
   ring.fill();
   if (warp == WARPS - 1) early();
 #else

@@ -88,7 +88,7 @@ gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm,
   begin_linear(sh);
   const auto tile_at = [=](int i) { return first + i; };
 #if OWN_COPIES
-  OwnRing<decltype(tile_at)> ring = {sh, a, slice, tile_at, stages_of(slice, count), warp, lane};
+  OwnRing<decltype(tile_at)> ring(sh, a, slice, tile_at, stages_of(slice, count), warp, lane);
   ring.fill();
 #else
   if (warp == WARPS) return produce(sh, a, slice, count, tile_at, [] {}, lane);

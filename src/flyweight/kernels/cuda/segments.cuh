@@ -1,11 +1,15 @@
-// How the tiles of gemm.cu and gemm_mma.cu are shared out over the CTAs. Needs M_TILES, STAGE_COUNT, SPLIT, SLICED, CLUSTER, EXPERTS.
+// How the tiles of gemm.cu and gemm_mma.cu are shared out over the CTAs. Needs M_TILES, STAGE_COUNT, SPLIT, SLICED, CLUSTER, EXPERTS (and UNITS_BY_PARTS, 0).
 
 // What part of which tile a CTA has.
 struct Segment {
   int m, n, begin, end;  // tile; stages
   int expert = 0;
 };
+#if UNITS_BY_PARTS  // the same without a division of 64 bits
+DEVICE int unit_begin(u32 cta, u32 units) { return cta * (units / gridDim.x) + cta * (units % gridDim.x) / gridDim.x; }
+#else
 DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
+#endif
 DEVICE Segment place(int tile, int n_tiles) {
   constexpr int side = 8;  // token tiles side by side, for L2
   const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);

@@ -27,6 +27,7 @@ from flyweight.kernels.tuned import MmaTile
 
 WHOLE, LINE = range(2)  # SPLIT of the source: whole tiles in turn, or all work cut evenly
 RESERVED = KB  # of shared memory, by the driver, for each thread block
+DECLARED = 128  # bytes of it that the kernel declares itself
 LEAST_STAGES = 2
 MOST_STAGES = 6
 STAGE_BLOCKS = (4, 2, 1)
@@ -45,7 +46,7 @@ class Cut:
     microseconds: float = 0.0
 
     def grid(self, processors: int) -> int:
-        return processors * self.tile.ctas
+        return processors * self.tile.blocks
 
     @property
     def sums(self) -> int:
@@ -92,7 +93,8 @@ def plan(
 
 def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -> Cut | None:
     """A tile with as long stages and as many as fit."""
-    room = min(device.shared_most, device.shared_memory_per_multiprocessor // tile.ctas - RESERVED)
+    share = device.shared_memory_per_multiprocessor // tile.ctas - RESERVED
+    room = min(device.shared_most, share) - DECLARED
     wanted = STAGE_BLOCKS if tile.tokens <= FEW_TOKENS else STAGE_BLOCKS[1:]
     for least in (LEAST_STAGES + 1, LEAST_STAGES):
         for count in wanted:
@@ -125,9 +127,9 @@ def estimate(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> float:
     """
     numbers = tuned.of(device).mma
     tile = cut.tile
-    slots = device.processors * tile.ctas
+    slots = device.processors * tile.blocks
     tiles = math.ceil(matrix.out_features / tile.outputs) * math.ceil(rows / tile.tokens)
-    rate = numbers.rates[matrix.format.name] * tile.speed / tile.ctas
+    rate = numbers.rates[matrix.format.name] * tile.speed / tile.blocks
     one = tile.outputs * tile.tokens * matrix.in_features / rate
     rounds = tiles / slots if cut.split == LINE else math.ceil(tiles / slots)
     handed_over = numbers.line_us if cut.split == LINE else 0.0
@@ -255,8 +257,7 @@ def multiply(
     args = _arguments(weight, data, row_scale, out, rows)
     args[RESIDUAL_ARGUMENT] = residual
     if cut.split == LINE:
-        sums = here.bytes("partials", 4 * grid * cut.sums)
-        args[LINE_ARGUMENTS] = [sums, here.bytes("mma flags", 4 * grid)]
+        args[MAIL_ARGUMENT] = here.mailbox(grid * cut.sums)
     call.product.launch(grid, cut.tile.threads, args, shared=cut.shared, pdl=pdl)
     return out
 
@@ -264,8 +265,8 @@ def multiply(
 # Places among the arguments of gemm_mma.cu.
 RESIDUAL_ARGUMENT = 6
 OUT_ARGUMENT = 7
-LINE_ARGUMENTS = slice(8, 10)
-EXPERT_ARGUMENTS = slice(10, 12)
+MAIL_ARGUMENT = 8
+EXPERT_ARGUMENTS = slice(9, 11)
 
 
 def _arguments(
@@ -273,7 +274,7 @@ def _arguments(
 ) -> list[Any]:
     """All of them, those that most calls have not being null."""
     linear = [weight.weights, weight.records, weight.channel_scale, x, row_scale, weight.bias]
-    return [*linear, None, out, None, None, None, None, rows, 0]
+    return [*linear, None, out, None, None, None, rows, 0]
 
 
 def _pack(

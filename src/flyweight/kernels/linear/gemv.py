@@ -223,10 +223,13 @@ def fitting_plan(
         dict(fewest=3),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes), slots=1),
+        {},
     ]
-    if wanted.own_bytes:  # shares of fewer warps rather than two of each
-        several = [*several[:1], dict(fewest=3, warps=wanted.warps // 2), *several[-1:]]
-    for options in [*(several if rows > 1 or wanted.own_bytes else []), {}]:
+    if wanted.own_bytes:  # smaller shares, or those of fewer warps, rather than two of each
+        smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
+        fewer: dict[str, Any] = dict(fewest=3, warps=wanted.warps // 2)
+        several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
+    for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
     return plan_alone(matrix, rows, wanted, device)
@@ -260,8 +263,7 @@ def _prefetch(matrix: Matrix, chosen: Plan, device: Gpu) -> dict[str, int]:
     """Stages that come to L2 while the ring is full and x is not there."""
     size = chosen.stage_blocks * matrix.format.block_bytes
     stages = tuned.of(device).gemv.prefetch_bytes // size
-    ahead = chosen.stages if chosen.own_units else 0
-    return {"PREFETCHED": ahead + stages} if stages else {}
+    return {"PREFETCHED": stages} if stages else {}
 
 
 def is_balanced(matrix: Matrix, device: Gpu) -> bool:

@@ -10,6 +10,7 @@ estimates (`tuned`); nothing is measured at run time.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -90,14 +91,16 @@ def _cut(matrix: Matrix, padded: int, slices: int, device: Gpu) -> Choice | None
         return None
     tiles = math.ceil(matrix.tiles / (device.processors // slices))
     wide = padded in tuned.of(device).formats[matrix.format.name].splitk_wide_rows
-    for stage_bytes, fewest in STAGES:
+    own = gemv.own_bytes(device)
+    shares = (own, own // 2) if own else (0,)
+    for own_bytes, (stage_bytes, fewest) in itertools.product(shares, STAGES):
         wanted = Wanted(
             tiles,
             WIDE_WARPS if wide else WARPS,
             stage_bytes=stage_bytes,
             slices=slices,
             fewest=fewest,
-            own_bytes=gemv.own_bytes(device),
+            own_bytes=own_bytes,
         )
         plan = plan_beside(matrix, padded, wanted, device)
         if plan is not None:

@@ -144,6 +144,12 @@ class MmaTile:
     columns: int
     ctas: int  # on an SM
     speed: float  # of the format's rate
+    beside: bool = False  # one to an SM, with room for the next kernel's: `ctas` is 2
+
+    @property
+    def blocks(self) -> int:
+        """Of a launch, on an SM."""
+        return 1 if self.beside else self.ctas
 
     @property
     def outputs(self) -> int:
