@@ -282,10 +282,11 @@ def test_results_are_normed_and_added():
 
 @pytest.mark.parametrize(("plan", "tokens"), [
     (RouterPlan("", 16, 3, True, "sigmoid", 2.5, "bias", groups=4, chosen_groups=2), 5),
-    (RouterPlan("", 12, 3, False, "chosen_softmax", bias="bias"), 5)])
+    (RouterPlan("", 12, 3, False, "chosen_softmax", bias="bias"), 5), (RouterPlan("", 300, 10, True, "sigmoid", 2.5, "bias"), 1),
+    (RouterPlan("", 259, 10, False), 1)])
 def test_routers_of_other_kinds_choose_like_their_reference(plan, tokens):
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
-    router, bias = torch.randn(plan.experts, 128) * 128**-0.5, torch.randn(plan.experts)
+    router, bias = torch.randn(plan.experts, 128) * 128**-0.5, torch.randn(plan.experts) if plan.bias else None
     layer = GroupedExperts(weight, weight, router, torch.zeros(1, dtype=torch.int32), routing_of(plan), bias=bias)
     x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
     route = layer.route(x, norm=Norm(norm, 1e-6))
