@@ -39,7 +39,10 @@
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
 // STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
-// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS
+// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, SLOT_BLOCKS (0: experts_sum.cu)
+#ifndef SLOT_BLOCKS
+#define SLOT_BLOCKS 0  // blocks of a tile that one expert has: inputs are those of several, one after the other
+#endif
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -187,6 +190,12 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
     s.records += ((size_t)tile * GROUPS + group) * RECORD_LENGTH;
     s.record_bytes = min(STAGE_GROUPS, last - group) * GROUP_BYTES;
   }
+#if SLOT_BLOCKS
+  constexpr int SLOT_GROUPS = GROUPED ? SLOT_BLOCKS * 64 / GROUP : 0;
+  const size_t place = (size_t)a.experts[start / SLOT_BLOCKS] * TILES + tile;
+  s.weights = a.weights + place * SLOT_BLOCKS * BLOCK_BYTES;
+  s.records = (const Record*)a.records + place * SLOT_GROUPS * RECORD_LENGTH;
+#endif
   return s;
 }
 
