@@ -37,6 +37,8 @@ TOKENS_AT_ONCE = 8192
 THREADS = 256  # of a CTA of route.cu
 # how much longer the longest run of tiles may be where the choices of a token are added up at once
 UNEVEN = 1.1
+# of all choices together, where they are: every CTA converts them all
+MOST_INPUTS = 8192
 
 
 @dataclass(frozen=True)
@@ -465,6 +467,7 @@ def sum_plan(matrix: Matrix, choices: int, device: Gpu) -> gemv.Plan | None:
         or not form.grouped
         or form.floats
         or inner % max(64, matrix.group)
+        or choices * inner > MOST_INPUTS
         or longest * choices > UNEVEN * math.ceil(even)
     ):
         return None
