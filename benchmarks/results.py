@@ -138,10 +138,19 @@ def quality(results: Results) -> list[Block]:
     return [Paragraph(f"{table.made_on(path)}\n\n{table.document(path)}")] if path.exists() else []
 
 
+SEVERAL = (
+    "### Other models\n\nThe same schemes on models whose weights are as they were trained or "
+    "published (`run.py --natural`), and on\nthe default model's off-grid equivalent: change of "
+    "perplexity over the original's with its standard error,\nand KL divergence, for each text. "
+    "Groups, bits and the type of the scales are the same for all tools."
+)
+
+
 def several(results: Results) -> list[Block]:
-    """Other models, each on several texts."""
+    """Other models, each on several texts; not a word of them before there are rows."""
     path = ROWS / "quality-models.jsonl"
-    return [Paragraph(f"{table.made_on(path)}\n\n{table.across(path)}")] if path.exists() else []
+    shown = f"{SEVERAL} {table.made_on(path)}\n\n{table.across(path)}" if path.exists() else ""
+    return [Paragraph(shown)]
 
 
 def best(results: Results) -> list[Block]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Threads
+from flyweight.commands.options import Device, Threads
 from flyweight.errors import OptionError, unknown
 
 if TYPE_CHECKING:

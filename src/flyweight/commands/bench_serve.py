@@ -8,24 +8,26 @@ from typing import Annotated
 
 import typer
 
-from flyweight.commands.bench_sweep import (
+from flyweight.commands.bench_sweep import close, engine_options, resumable
+from flyweight.commands.options import (
     Backends,
     Check,
+    Device,
+    Dtype,
     Extra,
     Json,
+    KvDtype,
     Models,
     Name,
     Out,
     Quantization,
     Sampling,
     Seed,
+    Speculate,
     TensorParallel,
+    Threads,
     Url,
-    close,
-    engine_options,
-    resumable,
 )
-from flyweight.commands.generate import Device, Dtype, KvDtype, Speculate, Threads
 from flyweight.errors import OptionError
 
 

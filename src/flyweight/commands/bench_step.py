@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flyweight.commands.bench_sweep import Models, Out, close
-from flyweight.commands.generate import Device, Dtype, KvDtype, Threads
+from flyweight.commands.bench_sweep import close
+from flyweight.commands.options import Device, Dtype, KvDtype, Models, Out, Threads
 
 if TYPE_CHECKING:
     from flyweight.bench.facts import Variant

@@ -10,80 +10,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, KvDtype, Speculate, Threads
+from flyweight.commands.options import (
+    Backends,
+    Check,
+    Device,
+    Dtype,
+    Extra,
+    Json,
+    KvDtype,
+    Models,
+    Name,
+    Out,
+    Quantization,
+    Repeats,
+    Sampling,
+    Seed,
+    Speculate,
+    TensorParallel,
+    Threads,
+    Url,
+)
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
     from flyweight.backends.base import EngineOptions
     from flyweight.bench.rows import Row
     from flyweight.bench.sweep import Plan
-
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        help="MODEL or NAME=MODEL: a folder, name, hub id or "
-        "preset:NAME[:SCHEME]; "
-        "NAME is what the rows call the scheme. The "
-        "first is the baseline."
-    ),
-]
-Backends = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--backend",
-        help="native, native-server, "
-        "transformers, "
-        "transformers-compiled, vllm, vllm-server, "
-        "sglang or openai; can be given "
-        "several times.",
-    ),
-]
-Out = Annotated[
-    Path,
-    typer.Option("--out", "-o", help="Result rows (JSONL); rows found there are not run again."),
-]
-Repeats = Annotated[
-    int, typer.Option(min=1, help="Runs of each cell; ten or more give p10 and p90.")
-]
-Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
-Name = Annotated[
-    str | None,
-    typer.Option("--model-name", help="What the rows call the model; default: its own name."),
-]
-Quantization = Annotated[
-    str | None,
-    typer.Option(help="By the engine's own name, such as awq or awq_marlin (vllm, sglang)."),
-]
-TensorParallel = Annotated[
-    int, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")
-]
-Url = Annotated[
-    str | None,
-    typer.Option(help="Of a server that runs already, such as http://localhost:8000 (openai)."),
-]
-Extra = Annotated[
-    list[str] | None,
-    typer.Option("--option", help="KEY=VALUE for the engine itself, by its own names."),
-]
-Check = Annotated[
-    bool,
-    typer.Option(
-        help="Compare greedy tokens with the baseline's before "
-        "timing, and those of each run "
-        "with what the weights mean; wrong ones fail."
-    ),
-]
-Sampling = Annotated[
-    str | None,
-    typer.Option(
-        help="How tokens are chosen, such as "
-        '"temperature=0.7,top_p=0.9"; also top_k, '
-        "min_p, "
-        "seed and penalties. Default: greedily. What "
-        "is drawn is not checked."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")]
 
 
 def latency(

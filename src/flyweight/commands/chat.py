@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import (
+from flyweight.commands.generate import load
+from flyweight.commands.line_reader import editing, messages
+from flyweight.commands.options import (
     Context,
     Device,
     Dtype,
@@ -22,9 +24,7 @@ from flyweight.commands.generate import (
     PromptDtype,
     Speculate,
     Threads,
-    load,
 )
-from flyweight.commands.line_reader import editing, messages
 from flyweight.commands.stopping import interruptible
 from flyweight.commands.word_wrap import WordWrap
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Threads
+from flyweight.commands.options import Device, Threads
 from flyweight.errors import OptionError, unknown
 
 FAILED = 1  # exit code: a check did not hold

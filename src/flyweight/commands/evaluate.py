@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, KvDtype, PromptDtype, Threads
+from flyweight.commands.options import Device, Dtype, KvDtype, PromptDtype, Threads
 from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 

@@ -12,8 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyweight import garbage
+from flyweight.commands.options import (
+    Context,
+    Device,
+    Dtype,
+    Fraction,
+    Head,
+    KvDtype,
+    Native,
+    Offload,
+    PromptDtype,
+    Speculate,
+    Threads,
+)
 from flyweight.commands.stopping import interruptible
-from flyweight.cpu import use_threads
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,96 +33,7 @@ if TYPE_CHECKING:
     from flyweight.engine.request import Output
     from flyweight.engine.stream import Stream
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU if there is one.")]
-Fraction = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=1,
-        help="Of the device's memory, for "
-        "weights and KV cache together "
-        "(CPU: of what is free, for the cache alone); 0.9 "
-        "(CPU: 0.25).",
-    ),
-]
-Context = Annotated[int | None, typer.Option(min=2, help="Longest context to make room for.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        min=1, callback=use_threads, help="Of a CPU; the cores that this process may use."
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="float32, float16 or bfloat16; float32 on a CPU, "
-        "else the model's own. A "
-        "CPU without 16-bit arithmetic computes in float32."
-    ),
-]
-Head = Annotated[
-    str | None,
-    typer.Option(
-        help="Bits of the head: int8, int4 or stored; default: "
-        "as the model asks for, else as stored."
-    ),
-]
-KvDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Of the KV cache: fp8 or int8 (half the "
-        "memory), model (the type of activations) "
-        "or auto, as the model's files ask for: the default."
-    ),
-]
-Speculate = Annotated[
-    str | None,
-    typer.Option(
-        help="Guess tokens and check several in one step: "
-        "ngram (from the text so far), "
-        "model:NAME (a smaller model's), eagle3:FOLDER or "
-        "mtp (a head's on the model's hidden "
-        "states), auto (as far as it pays) or off: the "
-        "default. "
-        "The answer stays the same."
-    ),
-]
-PromptDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Of 4-bit weights: int8 or fp8, in which "
-        "steps of more than 256 tokens "
-        "multiply; faster prompts, less exact. Off "
-        "unless given."
-    ),
-]
-Offload = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="On a GPU: so many layers stay in the host's "
-        "memory and come over the bus for "
-        "each step; for models somewhat larger than the GPU.",
-    ),
-]
-Native = Annotated[
-    bool | None,
-    typer.Option(
-        "--native/--no-native",
-        help="On a CPU: kernels in C that read weights in the bits "
-        "of their file, or torch's; where they can run the "
-        "model, unless given.",
-    ),
-]
-
 ADAPTED = "adapter"  # the name of the only one
-Adapter = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=FOLDER",
-        help="A LoRA adapter of PEFT, by the name that requests call it; may be repeated.",
-    ),
-]
 
 
 def generate(

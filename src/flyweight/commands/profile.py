@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, Threads
+from flyweight.commands.options import Device, Dtype, Threads
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 if TYPE_CHECKING:

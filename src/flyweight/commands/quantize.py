@@ -12,7 +12,7 @@ import typer
 
 from flyweight.commands import scheme_list
 from flyweight.commands.evaluate import read_text
-from flyweight.commands.generate import Device, Dtype, Threads
+from flyweight.commands.options import Device, Dtype, Threads
 from flyweight.commands.progress_line import progress_line
 from flyweight.errors import FlyweightError, OptionError
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import (
+from flyweight.commands.generate import adapters_of
+from flyweight.commands.options import (
     Adapter,
     Context,
     Device,
@@ -22,7 +23,6 @@ from flyweight.commands.generate import (
     PromptDtype,
     Speculate,
     Threads,
-    adapters_of,
 )
 from flyweight.errors import MissingPackageError, OptionError, unknown
 

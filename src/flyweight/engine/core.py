@@ -376,8 +376,7 @@ class Engine:
             self._spell(request)
         if token in request.end_ids:
             self._finish(request, "stop", token if token in request.params.stop_token_ids else None)
-            return
-        if text and text.stopped_by:
+        elif text and text.stopped_by:
             self._finish(request, "stop", text.stopped_by)
         elif len(request.tokens) >= request.limit:
             self._finish(request, "length")

@@ -198,18 +198,16 @@ class ArgumentLayout:
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ArgumentLayout:
-        return cls(
-            [
-                "f4x"
-                if isinstance(a, float)
-                else "i4x"
-                if isinstance(a, int)
-                else f"{len(a)}s"
-                if isinstance(a, bytes)
-                else "Q"
-                for a in args
-            ]
-        )
+        return cls([cls._part(a) for a in args])
+
+    @staticmethod
+    def _part(argument: Any) -> str:
+        """Its bytes as `struct` names them: numbers take four of eight, all else is a pointer."""
+        if isinstance(argument, bytes):
+            return f"{len(argument)}s"
+        if isinstance(argument, float):
+            return "f4x"
+        return "i4x" if isinstance(argument, int) else "Q"
 
 
 class Noted(NamedTuple):

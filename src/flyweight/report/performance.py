@@ -26,32 +26,34 @@ KINDS = {  # scheme → the kind of weight that is multiplied with, where its na
     "w8a8_smooth_ptq": "w8a8",
     "w8a8_smooth_gptq": "w8a8",
 }
+BANDWIDTH = (
+    Column("the limit", "limit_tok_s", ".0f", optional=True),
+    Column("share of the limit", "share_of_limit", ".0%", optional=True),
+)
+
+
+def compared(name: str, field: str, form: str, *ratio: str, optional: bool = False) -> list[Column]:
+    """Our figure, vLLM's, and where a title and a field are given the `ratio` of both."""
+    peer = Column("vLLM", f"peer_{field}", form, optional=True)
+    ratios = [Column(*ratio, ".2f", optional=True)] if ratio else []
+    return [Column(name, field, form, optional=optional), peer, *ratios]
+
+
 LIMITS = (
     Column("Workload", "work"),
     Column("Variant", "label"),
-    Column("Decode (tok/s)", "decode_tok_s", ".1f"),
-    Column("vLLM", "peer_decode_tok_s", ".1f", optional=True),
-    Column("× vLLM", "decode_ratio", ".2f", optional=True),
-    Column("the limit", "limit_tok_s", ".0f", optional=True),
-    Column("share of the limit", "share_of_limit", ".0%", optional=True),
-    Column("TTFT, last (ms)", "ttft_ms_last", ".1f"),
-    Column("vLLM", "peer_ttft_ms_last", ".1f", optional=True),
-    Column("÷ vLLM", "ttft_ratio", ".2f", optional=True),
-    Column("Overall (tok/s)", "overall_tok_s", ".0f"),
-    Column("vLLM", "peer_overall_tok_s", ".0f", optional=True),
-    Column("× vLLM", "overall_ratio", ".2f", optional=True),
+    *compared("Decode (tok/s)", "decode_tok_s", ".1f", "× vLLM", "decode_ratio"),
+    *BANDWIDTH,
+    *compared("TTFT, last (ms)", "ttft_ms_last", ".1f", "÷ vLLM", "ttft_ratio"),
+    *compared("Overall (tok/s)", "overall_tok_s", ".0f", "× vLLM", "overall_ratio"),
 )
 LENGTHS = (
     Column("Input", "input"),
     Column("Variant", "label"),
-    Column("Prefill included (tok/s)", "output_tok_s", ".1f"),
-    Column("vLLM", "peer_output_tok_s", ".1f", optional=True),
-    Column("× vLLM", "output_ratio", ".2f", optional=True),
+    *compared("Prefill included (tok/s)", "output_tok_s", ".1f", "× vLLM", "output_ratio"),
     Column("Decode only (tok/s)", "decode_tok_s", ".1f", optional=True),
-    Column("the limit", "limit_tok_s", ".0f", optional=True),
-    Column("share of the limit", "share_of_limit", ".0%", optional=True),
-    Column("TTFT (ms)", "ttft_ms_last", ".1f", optional=True),
-    Column("vLLM", "peer_ttft_ms_last", ".1f", optional=True),
+    *BANDWIDTH,
+    *compared("TTFT (ms)", "ttft_ms_last", ".1f", optional=True),
 )
 RATIOS = {
     "decode_ratio": "decode_tok_s",

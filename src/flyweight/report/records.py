@@ -8,23 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyweight.report.layouts import BASELINES
-from flyweight.report.rows import NUMBERS, PERCENTILES, Group, Results, is_checked, name_of, number
+from flyweight.report.rows import (
+    COUNTS,
+    NUMBERS,
+    PERCENTILES,
+    Group,
+    Results,
+    is_checked,
+    name_of,
+    number,
+)
 
 Record = dict[str, Any]
 CASE = ("model", "scheme", "checkpoint", "backend", "gpus")
-COUNTS = {
-    "rows",
-    "batch",
-    "input",
-    "output",
-    "in_features",
-    "out_features",
-    "main_centroids",
-    "residual_centroids",
-    "gpus",
-    "prompts",
-    "calls",
-}  # what was asked for, not measured: never averaged
 
 
 def make_record(group: Group) -> Record:

@@ -112,7 +112,20 @@ TEXT = {
     "agreement_with",
     "check_with",
 }
-NUMBERS = {
+COUNTS = {
+    "rows",
+    "batch",
+    "input",
+    "output",
+    "in_features",
+    "out_features",
+    "main_centroids",
+    "residual_centroids",
+    "gpus",
+    "prompts",
+    "calls",
+}  # what was asked for, not measured: never averaged
+NUMBERS = COUNTS | {
     "us",
     "us_p10",
     "us_p90",
@@ -170,17 +183,6 @@ NUMBERS = {
     "seconds",
     "size_gb",
     "bits_per_weight",
-    "batch",
-    "input",
-    "output",
-    "rows",
-    "in_features",
-    "out_features",
-    "main_centroids",
-    "residual_centroids",
-    "gpus",
-    "prompts",
-    "calls",
     "duration_s",
 }
 

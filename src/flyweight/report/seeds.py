@@ -35,6 +35,8 @@ UNIT_BYTES = {"b": 1, "Kb": 1 << 10, "Mb": 1 << 20, "Gb": 1 << 30}
 # a first-token time is doubted where the decode rate is this share away from the median of its
 # repeats
 FAR = 0.3
+# of every model in these documents: which weights and which cache they do not say
+UNSAID: Row = {"checkpoint": None, "weights": "trained", "kv_dtype": None}
 
 
 def repair(text: str) -> str:
@@ -155,10 +157,8 @@ def read_latency(text: str, out: Writer) -> None:
                 "latency",
                 environment,
                 model="Qwen3-4B",
-                checkpoint=None,
-                weights="trained",
+                **UNSAID,
                 scheme=name.removesuffix(f"_{workload}"),
-                kv_dtype=None,
                 backend="sglang",
                 workload=workload,
                 batch=batch,
@@ -214,10 +214,8 @@ def read_serve(text: str, out: Writer) -> None:
             "serve",
             environment,
             model=table["Model"][index],
-            checkpoint=None,
-            weights="trained",
+            **UNSAID,
             scheme="awq-int4",
-            kv_dtype=None,
             backend=backend,
             **times,
             flags=["one unrepeated run"],
@@ -345,10 +343,8 @@ def add_speed(
         "speed",
         environment,
         model=cells["Model"],
-        checkpoint=None,
-        weights="trained",
+        **UNSAID,
         scheme=cells["Quantization"],
-        kv_dtype=None,
         backend=backend,
         input=int(cells["Input Length"]),
         output=2048,
@@ -367,10 +363,8 @@ def add_throughput(
         "throughput",
         environment,
         model=cells["Model"],
-        checkpoint=None,
-        weights="trained",
+        **UNSAID,
         scheme=cells["Quantization"],
-        kv_dtype=None,
         backend=backend,
         prompts=int(cells["# Prompts"]),
         input=1000,
