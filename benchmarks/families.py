@@ -343,7 +343,8 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
         capture(separate, summed=summed)
         tokens = llm.generate([list(range(3, 67))], greedy(12))[0].token_ids
         row[label] = dict(tok_s=tokens_a_second(llm), tokens=list(tokens))
-    capture(None, summed=True)  # as others find them
+    capture(None, summed=True)
+    llm.generate([[3, 4, 5]], greedy(4))  # others find steps as they were
     return row
 
 
