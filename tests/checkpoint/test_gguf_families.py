@@ -70,8 +70,9 @@ FAMILIES = {
                              expert_shared_feed_forward_length=32, rope__dimension_count=8, ssm__conv_kernel=4, ssm__state_size=16,
                              ssm__group_count=2, ssm__time_step_rank=4, ssm__inner_size=128)),
 }
-# of those whose tensors are cut out of others, or put together: one that keeps its bits
+# of those whose tensors are cut out of others, put together or turned: one that keeps its bits
 KEPT = {
+    "granite": "model.layers.0.self_attn.q_proj.weight", "phi3": "model.layers.0.self_attn.qkv_proj.weight",
     "gpt_oss": "model.layers.1.mlp.experts.3.gate_proj.weight", "glm4_moe": "model.layers.1.mlp.shared_experts.up_proj.weight",
     "deepseek_v2": "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
     "qwen3_next": "model.layers.0.linear_attn.in_proj_qkvz.weight",
@@ -99,8 +100,10 @@ def test_a_file_computes_what_its_model_does(tmp_path, kind):
     with torch.no_grad():
         expected = model(TOKENS).logits[0]
     assert torch.allclose(answers(resolve(path)), expected, atol=1e-4 * float(expected.abs().max()))
-    quantized = write_gguf(tmp_path / "quantized.gguf", model, quantize=Q8_0, **fields)
-    assert kind not in KEPT or Checkpoint(resolve(quantized)).in_blocks(KEPT[kind])
+    if kind not in KEPT:
+        return
+    quantized = write_gguf(tmp_path / "quantized.gguf", model, quantize=Q8_0, extra=extra, **fields)
+    assert Checkpoint(resolve(quantized)).in_blocks(KEPT[kind])
     kept = answers(resolve(quantized))
     assert torch.allclose(kept, answers(resolve(quantized, dtype="float32")), atol=1e-3 * float(kept.abs().max()))
     assert not torch.equal(kept, expected)
