@@ -4,20 +4,29 @@
     python benchmarks/families.py speed gemma-3-12b:int4 qwen3-next-80b-a3b:int4@12 … --out
         rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
+    python benchmarks/families.py variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
+    python benchmarks/families.py latent --out rows.jsonl
 
 `check` takes presets with few layers and short windows, random weights, and compares the
 probabilities that the engine reports (captured steps where there are some) with a float32 model in
 plain torch on the same weights. The measure is the same model in 16 bits through torch's own
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
 long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
+`variants` times steps with qkv and attention in one kernel or apart, experts added up by their
+second linear or by a kernel of its own; `latent` the attention of prompts whose values are narrower
+than their keys. In these all experts of a model have the numbers of one: they lie apart, so a step
+reads as much as ever, and a large mixture is there in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import gc
 import itertools
 import json
+import re
 import statistics
 import time
 import warnings
@@ -26,15 +35,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from flyweight.bench.profile import Profiler, Workload
 from flyweight.engine import llm as engine
+from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
 from flyweight.kernels import reference
+from flyweight.kernels.attention import torch_runs
+from flyweight.kernels.linear import experts
 from flyweight.machine import copy_bandwidth
 from flyweight.models.decode_step import unsupported_reason
 from flyweight.models.decoder import Decoder
+from flyweight.models.layers import Linear
 from flyweight.models.presets import PresetWeights, preset_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU tries the script itself out
@@ -73,9 +87,16 @@ CHECKED = {
     "qwen3-8b": 2,
     "olmo2-7b": 2,
     "ministral-8b": 2,
-    "qwen3-next-80b-a3b": 4,
+    "qwen3-next-80b-a3b": 8,  # two that attend
 }
 Measure = Callable[[str, LLM], dict[str, Any]]
+# (name, why qkv and attention are two kernels, whether the second linear adds experts up)
+WAYS = (
+    ("as it is", None, True),
+    ("attention apart", "asked for", True),
+    ("experts added up apart", None, False),
+    ("both apart", "asked for", False),
+)
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
@@ -188,6 +209,25 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
     return row | dict(seconds=round(time.perf_counter() - started, 1))
 
 
+def one_for_all(load: Callable[..., Linear]) -> Callable[..., Linear]:
+    """`Linear.load` that makes the linears of one expert, and gives copies to all others."""
+    kept: dict[str, Linear] = {}
+
+    def load_once(weights: Any, prefix: str, group: Any, **options: Any) -> Linear:
+        name = group.linears[0]
+        if ".experts." not in name:
+            return load(weights, prefix, group, **options)
+        key = re.sub(r"\d+", "", name)
+        if key not in kept:
+            kept[key] = load(weights, prefix, group, **options)
+        found = copy.copy(kept[key])
+        found.names = tuple(group.linears)
+        found.fused = copy.copy(found.fused)
+        return found
+
+    return load_once
+
+
 def load(name: str) -> LLM:
     """PRESET:SCHEME@8: a model with eight layers."""
     name, _, layers = name.partition("@")
@@ -197,7 +237,12 @@ def load(name: str) -> LLM:
         config["num_hidden_layers"] = int(layers)
     weights = PresetWeights(config, scheme or "bf16", device=DEVICE)
     engine.open_model = lambda model, device: (weights, None)  # type: ignore[assignment]
-    return LLM(f"preset:{name}", device=DEVICE, max_model_len=2560, max_num_seqs=1, blocks=192)
+    usual = Linear.load
+    Linear.load = one_for_all(usual)  # type: ignore[method-assign,assignment]
+    try:
+        return LLM(f"preset:{name}", device=DEVICE, max_model_len=2560, max_num_seqs=1, blocks=192)
+    finally:
+        Linear.load = usual  # type: ignore[method-assign]
 
 
 def kernels(name: str, llm: LLM, steps: int = 24) -> dict[str, Any]:
@@ -264,6 +309,93 @@ def speed(name: str, llm: LLM) -> dict[str, Any]:
     )
 
 
+def tokens_a_second(llm: LLM) -> float:
+    def run(count: int) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        llm.generate([list(range(3, 67))], greedy(count))
+        return time.perf_counter() - begin
+
+    run(8)
+    times = [run(length) for length in (16, 272, 16, 272)]
+    return round(256 / (min(times[1], times[3]) - min(times[0], times[2])), 1)
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+
+
+def variants(name: str, llm: LLM) -> dict[str, Any]:
+    """Steps captured anew each way; the first tokens tell whether all compute the same."""
+    steps = llm.engine.runner.steps
+    assert isinstance(steps, DecodeGraphs)
+    row = dict(kind="family variants", preset=name.partition("@")[0], layers=llm.config.layers)
+    usual = experts.sum_plan
+
+    def capture(separate: str | None, *, summed: bool) -> None:
+        steps.separate = separate
+        experts.sum_plan = usual if summed else lambda *_: None  # type: ignore[assignment]
+        steps.steps.clear()
+        steps.graphs.clear()
+        gc.collect()
+
+    for label, separate, summed in WAYS:
+        capture(separate, summed=summed)
+        tokens = llm.generate([list(range(3, 67))], greedy(12))[0].token_ids
+        row[label] = dict(tok_s=tokens_a_second(llm), tokens=list(tokens))
+    capture(None, summed=True)
+    llm.generate([[3, 4, 5]], greedy(4))  # others find steps as they were
+    return row
+
+
+def latent(out: Path) -> None:
+    """At the sizes of DeepSeek's heads: microseconds of one layer's attention, the best of five."""
+    for heads, tokens in ((16, 2048), (16, 8192), (128, 2048)):
+        query, keys = torch.randn(2, heads, tokens, 192, device=DEVICE).bfloat16()
+        values = torch.randn(heads, tokens, 128, device=DEVICE).bfloat16()
+        row = dict(kind="latent prompt attention", heads=heads, tokens=tokens)
+        for attend in (torch_attention, flash_attention, cudnn_attention):
+            name = attend.__name__.removesuffix("_attention")
+            try:
+                row[f"{name}_us"] = best_time(functools.partial(attend, query, keys, values))
+            except RuntimeError as error:  # of cuDNN, where it cannot
+                row[name] = str(error)[:200]
+        write(row, out)
+
+
+SCALE = 192**-0.5
+
+
+def torch_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """As torch chooses."""
+    return F.scaled_dot_product_attention(
+        query[None], keys[None], values[None], is_causal=True, scale=SCALE
+    )
+
+
+def flash_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch_runs.attend_last(query, keys, values, SCALE)
+
+
+def cudnn_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query[None], keys[None], values[None], None, False, 0.0, True, False, scale=SCALE
+    )[0]
+
+
+def best_time(run: Callable[[], Any]) -> float:
+    run()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return round(1e3 * min(times), 1)
+
+
 def measure_one(name: str, measures: list[Measure], out: Path) -> None:
     try:
         begun = time.perf_counter()
@@ -287,18 +419,24 @@ def write(row: dict[str, Any], out: Path) -> None:
         stream.write(json.dumps(row) + "\n")
 
 
+MEASURES: dict[str, Measure] = dict(speed=speed, kernels=kernels, variants=variants)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("check", "speed", "kernels", "both"))
+    parser.add_argument("what", choices=("check", "both", "latent", *MEASURES))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--shapes", default="tiny,real")
     parser.add_argument("--schemes", default="int4,bf16")
     parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
     options = parser.parse_args()
+    if options.what == "latent":
+        return latent(options.out)
     if options.what != "check":
-        measures = [one for one in (speed, kernels) if options.what in (one.__name__, "both")]
+        both = (speed, kernels)
+        measures = both if options.what == "both" else [MEASURES[options.what]]
         for name in options.names:
-            measure_one(name, measures, options.out)
+            measure_one(name, list(measures), options.out)
         return
     for shapes in options.shapes.split(","):
         for preset in options.names or CHECKED:

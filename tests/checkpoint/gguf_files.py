@@ -10,16 +10,19 @@ from tokenizers.pre_tokenizers import ByteLevel
 from flyweight.checkpoint.gguf_families import BY_TYPE, FAMILIES, OUTER
 
 CONTROL, USER_DEFINED, UNUSED, BYTE, UNKNOWN = 3, 4, 5, 6, 2
-ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
+ARCHITECTURES = {kind: name for name, family in FAMILIES.items() for kind in (family.model_type, *family.also)}
 
 
 def gguf_name(name: str, model_type: str) -> str:
     family = BY_TYPE[model_type]
-    names = {new: old for old, new in (OUTER | family.parts | family.experts).items()}
+    names = {new: old for old, new in (OUTER | family.parts | family.experts | family.some).items()}
+    whole = {new: old for old, new in family.whole.items()}
     stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{names[part]}.{kind}"
+    if name.startswith("model.layers."):
+        _, _, layer, inside = name.split(".", 3)
+        if inside in whole:
+            return f"blk.{layer}.{whole[inside]}"
+        return f"blk.{layer}.{names[inside.rpartition('.')[0]]}.{kind}"
     return f"{names[stem]}.{kind}"
 
 
@@ -42,13 +45,16 @@ def write_gguf(path: Path, model, *, quantize: gguf.GGMLQuantizationType | None 
     config = model.config
     kind = config.model_type
     writer = gguf.GGUFWriter(path, ARCHITECTURES[kind])
-    writer.add_block_count(config.num_hidden_layers)
+    guessing = fields.get(f"{ARCHITECTURES[kind]}__nextn_predict_layers", 0)  # further layers that guess tokens
+    writer.add_block_count(config.num_hidden_layers + guessing)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim or config.hidden_size // config.num_attention_heads)
+    latent = BY_TYPE[kind].latent
+    writer.add_head_count_kv(1 if latent else config.num_key_value_heads)
+    if not latent:
+        writer.add_key_length(config.head_dim or config.hidden_size // config.num_attention_heads)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -81,7 +87,7 @@ def add_tensors(writer: gguf.GGUFWriter, model, quantize, *, skip, extra) -> Non
     config = model.config
     family = BY_TYPE[config.model_type]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, tensor in experts_together(model.state_dict()).items():
+    for name, tensor in cut_up(experts_together(model.state_dict()), config).items():
         new = gguf_name(name, config.model_type)
         if name in tied or new in skip:
             continue
@@ -90,9 +96,9 @@ def add_tensors(writer: gguf.GGUFWriter, model, quantize, *, skip, extra) -> Non
             values = permuted(values, config.num_attention_heads)
         if family.turned and ".k_proj." in name:
             values = permuted(values, config.num_key_value_heads)
-        if family.raised and name.endswith("norm.weight"):
+        if family.raised and name.endswith("norm.weight") and "linear_attn" not in name:
             values = values + 1
-        if quantize is not None and values.ndim > 1 and "gate_inp" not in new:
+        if quantize is not None and values.ndim > 1 and not any(part in new for part in ("gate_inp", "conv1d", "exps.bias")):
             writer.add_tensor(new, gguf.quantize(values, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(new, np.ascontiguousarray(values))
@@ -103,8 +109,18 @@ def add_tensors(writer: gguf.GGUFWriter, model, quantize, *, skip, extra) -> Non
 def experts_together(state):
     """All gates, ups and downs of a layer as tensors of three dimensions, as GGUF files have them."""
     found = {}
+    turned = any(name.endswith("experts.gate_up_proj_bias") for name in state)  # gpt-oss: gate and up by turns
     for name, tensor in state.items():
-        if name.endswith("experts.gate_up_proj"):
+        stem, _, last = name.rpartition(".")
+        if last.endswith("_proj_bias"):
+            parts = {"gate_proj": tensor[:, ::2], "up_proj": tensor[:, 1::2]} if last.startswith("gate") else {"down_proj": tensor}
+            found |= {f"{stem}.{{}}.{part}.bias": values for part, values in parts.items()}
+        elif turned and name.endswith("experts.gate_up_proj"):
+            rows = tensor.transpose(1, 2)
+            found |= {f"{stem}.{{}}.gate_proj.weight": rows[:, ::2], f"{stem}.{{}}.up_proj.weight": rows[:, 1::2]}
+        elif turned and name.endswith("experts.down_proj"):
+            found[f"{stem}.{{}}.down_proj.weight"] = tensor.transpose(1, 2)
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, 1)
             stem = name.removesuffix("gate_up_proj")
             found |= {f"{stem}{{}}.gate_proj.weight": gate, f"{stem}{{}}.up_proj.weight": up}
@@ -112,6 +128,27 @@ def experts_together(state):
             found[name.replace("experts.down_proj", "experts.{}.down_proj.weight")] = tensor
         else:
             found[name] = tensor
+    return found
+
+
+def cut_up(state, config):
+    """What llama.cpp's converter makes of latent attention and of layers with a state."""
+    found = {}
+    for name, tensor in state.items():
+        stem = name.rpartition(".")[0].rpartition(".")[0]
+        if name.endswith("kv_b_proj.weight"):
+            heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+            found |= {f"{stem}.k_b_proj.weight": keys.transpose(1, 2), f"{stem}.v_b_proj.weight": values}
+        elif name.endswith("in_proj_qkvz.weight"):
+            heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+            values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+            q, k, v, z = (part.flatten(0, 1) for part in tensor.view(heads, -1, tensor.shape[-1]).split([key, key, values, values], 1))
+            found |= {f"{stem}.in_proj_qkv.weight": torch.cat([q, k, v]), f"{stem}.in_proj_z.weight": z}
+        elif name.endswith("A_log"):
+            found[name] = -tensor.exp()
+        else:
+            found[name] = tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
     return found
 
 

@@ -157,7 +157,7 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path, value):
     model = tiny_model("llama")
     model.model.norm.weight.data[3] = value
     path = write_gguf(tmp_path / "model.gguf", model)
-    with pytest.raises(CheckpointError, match=r"output_norm\.weight.*float16"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*float16"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

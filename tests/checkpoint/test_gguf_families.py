@@ -15,6 +15,22 @@ from flyweight.models.decoder import Decoder
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 TOKENS = torch.arange(2, 60)[None]  # longer than every window
 LONG = {f"rope_factors_{kind}.weight": np.linspace(1, factor, 16, dtype=np.float32) for kind, factor in (("long", 4), ("short", 2))}
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
+YARN_FIELDS = dict(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=32)
+MIXTURE = dict(tied=False, pad_token_id=0, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=2,
+               first_k_dense_replace=1, routed_scaling_factor=1.5)
+MIXTURE_FIELDS = dict(expert_count=4, expert_used_count=2, expert_feed_forward_length=32, expert_shared_count=2,
+                      leading_dense_block_count=1, expert_weights_scale=1.5)
+LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, num_key_value_heads=3, head_dim=16,
+              rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7, rope_theta=1e4))
+LATENT_FIELDS = dict(attention__kv_lora_rank=32, attention__key_length=48, attention__value_length=32, attention__key_length_mla=48,
+                     attention__value_length_mla=32, rope__dimension_count=16)
+
+
+def fields_of(architecture, more, **fields):
+    return {f"{architecture}__{name}": value for name, value in (more | fields).items()}
+
+
 # (options of the tiny model, metadata that llama.cpp's converter writes besides)
 FAMILIES = {
     "gemma2": (dict(sliding_window=16, query_pre_attn_scalar=32, head_dim=32),
@@ -28,10 +44,40 @@ FAMILIES = {
     "phi3": (dict(tied=False, pad_token_id=0), {}),
     "glm4": (dict(tied=False, partial_rotary_factor=0.5, attention_bias=True, pad_token_id=0),
              dict(glm4__rope__dimension_count=16)),
+    "qwen2_moe": (dict(tied=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64,
+                       norm_topk_prob=False),
+                  fields_of("qwen2moe", {}, expert_count=4, expert_used_count=2, expert_feed_forward_length=32,
+                            expert_shared_feed_forward_length=64)),
     "qwen3_moe": (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
                   dict(qwen3moe__expert_count=4, qwen3moe__expert_used_count=2, qwen3moe__expert_feed_forward_length=32)),
     "smollm3": (dict(num_hidden_layers=4, pad_token_id=0), {}),
+    "gpt_oss": (dict(tied=False, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, pad_token_id=0,
+                     rope_parameters=YARN | dict(rope_theta=1e4, truncate=False)),
+                fields_of("gpt-oss", YARN_FIELDS, expert_count=4, expert_used_count=2, expert_feed_forward_length=64,
+                          attention__sliding_window=16)),
+    "glm4_moe": (dict(MIXTURE, n_group=1, topk_group=1, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5),
+                 fields_of("glm4moe", MIXTURE_FIELDS, expert_weights_norm=True, rope__dimension_count=16, nextn_predict_layers=1)),
+    "deepseek_v2": (dict(MIXTURE, **LATENT, q_lora_rank=None, topk_method="greedy"),
+                    fields_of("deepseek2", MIXTURE_FIELDS | LATENT_FIELDS | YARN_FIELDS, rope__scaling__yarn_log_multiplier=0.07)),
+    "deepseek_v3": (dict(MIXTURE, **LATENT, q_lora_rank=32, n_group=2, topk_group=1),
+                    fields_of("deepseek2", MIXTURE_FIELDS | LATENT_FIELDS | YARN_FIELDS, rope__scaling__yarn_log_multiplier=0.07,
+                              attention__q_lora_rank=32, expert_group_count=2, expert_group_used_count=1,
+                              expert_gating_func=2, expert_weights_norm=True)),
+    "qwen3_next": (dict(tied=False, num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                        shared_expert_intermediate_size=32, norm_topk_prob=True, linear_num_key_heads=2, linear_num_value_heads=4,
+                        linear_key_head_dim=16, linear_value_head_dim=32, partial_rotary_factor=0.25, pad_token_id=0),
+                   fields_of("qwen3next", {}, expert_count=4, expert_used_count=2, expert_feed_forward_length=32,
+                             expert_shared_feed_forward_length=32, rope__dimension_count=8, ssm__conv_kernel=4, ssm__state_size=16,
+                             ssm__group_count=2, ssm__time_step_rank=4, ssm__inner_size=128)),
 }
+# of those whose tensors are cut out of others, put together or turned: one that keeps its bits
+KEPT = {
+    "granite": "model.layers.0.self_attn.q_proj.weight", "phi3": "model.layers.0.self_attn.qkv_proj.weight",
+    "gpt_oss": "model.layers.1.mlp.experts.3.gate_proj.weight", "glm4_moe": "model.layers.1.mlp.shared_experts.up_proj.weight",
+    "deepseek_v2": "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
+    "qwen3_next": "model.layers.0.linear_attn.in_proj_qkvz.weight",
+}
+GUESSING = {"blk.2.nextn.enorm.weight": np.ones(96, dtype=np.float32)}  # of a layer behind the model's own
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +95,15 @@ def answers(folder):
 def test_a_file_computes_what_its_model_does(tmp_path, kind):
     options, fields = FAMILIES[kind]
     model = tiny_model(kind, **options)
-    path = write_gguf(tmp_path / "model.gguf", model, **fields)
+    extra = GUESSING if kind == "glm4_moe" else None
+    path = write_gguf(tmp_path / "model.gguf", model, extra=extra, **fields)
     with torch.no_grad():
         expected = model(TOKENS).logits[0]
     assert torch.allclose(answers(resolve(path)), expected, atol=1e-4 * float(expected.abs().max()))
-    quantized = write_gguf(tmp_path / "quantized.gguf", model, quantize=Q8_0, **fields)
+    if kind not in KEPT:
+        return
+    quantized = write_gguf(tmp_path / "quantized.gguf", model, quantize=Q8_0, extra=extra, **fields)
+    assert Checkpoint(resolve(quantized)).in_blocks(KEPT[kind])
     kept = answers(resolve(quantized))
     assert torch.allclose(kept, answers(resolve(quantized, dtype="float32")), atol=1e-3 * float(kept.abs().max()))
     assert not torch.equal(kept, expected)

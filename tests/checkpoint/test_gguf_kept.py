@@ -59,8 +59,7 @@ def test_q4_0_and_q8_0_are_integers_that_every_kernel_knows(tmp_path):
         assert (weight.bits, weight.group_size, weight.zeros, weight.scales.dtype) == (bits, 32, None, torch.float16)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q8_0"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "tied"), [("Q4_1", True), ("Q5_0", False), ("Q8_0", True)])
 def test_the_native_kernels_answer_as_transformers_does(tmp_path, name, tied):
     from transformers import AutoModelForCausalLM
 

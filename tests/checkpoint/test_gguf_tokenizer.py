@@ -60,6 +60,10 @@ def test_byte_level_tokens_are_those_of_transformers(tmp_path, pre):
     ("gpt-2", "I'M", ["I", "'", "M"]),
     ("qwen2", "I'M", ["I", "'M"]),  # contractions whatever their case
     ("qwen2", "(x)\n\n", ["(x", ")ĊĊ"]),
+    ("gpt-4o", "HelloWorld don't 1234", ["Hello", "World", "Ġdon't", "Ġ", "123", "4"]),
+    ("glm4", "I'm 1234", ["I", "'m", "Ġ", "123", "4"]),
+    ("deepseek-llm", "a b12\n!?", ["a", "Ġb", "12", "Ċ", "!?"]),
+    ("deepseek-v3", "a 1234 .x(y", ["a", "Ġ", "123", "4", "Ġ.", "x", "(y"]),
 ])
 def test_words_are_cut_as_the_authors_of_each_pattern_do(tmp_path, pre, text, words):
     assert pieces(build(byte_level(pre), tmp_path), text) == words

@@ -33,7 +33,7 @@ def make(kind, shape, seed=1):
 # every plane, record and coding once; compiling takes longer than running
 @pytest.mark.parametrize(("kind", "dtype"), [
     ("Q4_K", torch.bfloat16), ("Q6_K", torch.bfloat16), ("3:128", torch.bfloat16), ("IQ4_NL", torch.float16), ("nvfp4", torch.bfloat16),
-    ("Q2_K", torch.bfloat16), ("8:32=", torch.float16), ("Q5_0", torch.float16), ("Q4_1", torch.bfloat16)])
+    ("Q2_K", torch.bfloat16), ("8:32=", torch.float16), ("Q5_0", torch.float16), ("Q4_1", torch.bfloat16), ("Q3_K", torch.bfloat16), ("3:128=", torch.float16)])
 def test_every_number_of_rows(kind, dtype):
     tensor = make(kind, (1008, 1536))
     linear = TiledLinear(tensor, dtype=dtype, ops=reference)

@@ -3,8 +3,9 @@ import torch
 
 from flyweight.kernels import cpu, cpu_integer
 from flyweight.kernels.cpu import CpuLinear
-from flyweight.kernels.dispatch import prepare
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24, VectorQuant
+from flyweight.kernels.dispatch import prepare, without_native
+from flyweight.kernels.native import library
+from flyweight.tensors import Float4, Float8, Int8Channel, IntBlock, IntGroup, Plain, Sparse24, VectorQuant
 
 
 @pytest.fixture(params=["packed", "as it lies", "little memory"])
@@ -159,3 +160,17 @@ def test_two_and_three_rows_take_the_way_of_four(monkeypatch):
         x = torch.randn(rows, 16)
         assert torch.allclose(linear(x), x @ weight.T, atol=1e-5)
     assert taken == [2, 3, 4]
+
+
+@pytest.mark.skipif(library.why_not() is not None, reason="no C compiler")
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("tensor", [Float4.random((96, 128), 1), IntBlock.random((96, 256), 1, bits=4, groups_of_block=8)],
+                         ids=lambda tensor: tensor.kind)
+def test_codes_that_torch_cannot_multiply_keep_their_bits(tensor, exact):
+    """What an expert of gpt-oss is, or of a GGUF file."""
+    prepared = prepare(tensor, dtype=torch.float32, exact=exact)
+    assert prepared.kernel == "native" and prepared.nbytes < 1.2 * tensor.nbytes
+    for rows in (1, 5):
+        assert relative_error(prepared, tensor, rows) < (1e-5 if exact else 1e-2)
+    with without_native():
+        assert prepare(tensor, dtype=torch.float32).kernel != "native"

@@ -168,3 +168,45 @@ def test_a_captured_layer_follows_its_input_and_repeats_its_bits(kind):
             replayed = out.clone()
             run()
             assert torch.equal(out, replayed)
+
+
+def test_the_choices_of_one_token_are_added_up_at_once(monkeypatch):
+    """Two layers by turns, as layers may not follow themselves; a shared expert, and more experts than one warp chooses from."""
+    count, chosen, hidden, width = 300, 10, 2048, 512
+    tensors = [(make("int4:128", (2 * width, hidden), i), make("int4:128", (hidden, width), i)) for i in range(4)]
+
+    def layer():
+        first = [linear_of(tensors[i % 4][0], activation="silu") for i in range(count + 1)]
+        second = [linear_of(tensors[i % 4][1]) for i in range(count + 1)]
+        router = torch.randn(count + 1, hidden, device="cuda") * hidden**-0.5
+        ready = torch.zeros(1, dtype=torch.int32, device="cuda")
+        stacked = experts.stack(first), experts.stack(second)
+        shared = first[-1], second[-1]
+        return GroupedExperts(*stacked, router, ready, Routing(count, chosen, normalize=True), shared, joined=True)
+
+    layers = [layer(), layer()]
+    assert experts.sum_plan(layers[0].down.matrix, chosen + 1, gpu.of(0)) is not None
+    norm = Norm((1 + 0.1 * torch.randn(hidden, device="cuda")).bfloat16(), EPSILON)
+    x = torch.randn(1, hidden, device="cuda").bfloat16()
+
+    def run(out):
+        out.copy_(x)
+        for one in layers:
+            one.project(out, out, norm=norm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "sum_plan", lambda *_: None)
+        want = torch.empty_like(x)
+        run(want)
+    out = torch.empty_like(x)
+    run(out)
+    first = out.clone()
+    assert relative_error(first - x, (want - x).double()) < 2e-2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    for _ in range(200):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, first)
+    assert all(int(one.ready) == 0 for one in layers)

@@ -176,8 +176,9 @@ TWELVE = dict(heads=12, kv_heads=1)  # more query heads to a kv head than a prod
         (None, dict(soft_cap=2.0), [50], None),
         (None, TWELVE, [50], None),
         (INT8, TWELVE | dict(sinks=True, soft_cap=3.0), [50, 3], None),
+        (None, dict(gated=True, rotary=16), [50, 1], None),
     ],
-    ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8", "sinks", "soft-cap", "twelve", "all"],
+    ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8", "sinks", "soft-cap", "twelve", "all", "gated"],
 )
 def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one sequence."""

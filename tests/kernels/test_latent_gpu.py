@@ -4,6 +4,7 @@ import pytest
 import torch
 from latent_steps import check
 
+from flyweight.kernels.attention import torch_runs
 from flyweight.kernels.attention.latent import LatentShape
 
 pytestmark = pytest.mark.gpu
@@ -14,3 +15,17 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[600], [1, 17, 0, 64, 65, 128, 333, 512, 640]], ids=len)
 def test_a_step_is_what_float64_makes_of_it(heads, dtype, lengths):
     check(LatentShape(heads, 128, 512, 64, 128, page=16), lengths, splits=None, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize(("new", "older"), [(70, 0), (130, 333)])
+def test_prompts_attend_to_what_is_before_them(new, older):
+    """Values narrower than keys; queries are the last tokens."""
+    torch.manual_seed(0)
+    query = torch.randn(16, new, 192, device="cuda").bfloat16()
+    keys, values = (torch.randn(16, older + new, size, device="cuda").bfloat16() for size in (192, 128))
+    assert torch_runs.takes_last(query)
+    scores = query.double() @ keys.double().mT * 192**-0.5
+    hidden = torch.ones(new, older + new, dtype=torch.bool, device="cuda").triu(older + 1)
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values.double()
+    got = torch_runs.attend_last(query, keys, values, 192**-0.5)
+    assert ((got.double() - want).norm() / want.norm()).item() < 8e-3

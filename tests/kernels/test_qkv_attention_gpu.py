@@ -48,7 +48,7 @@ class Layer:
 
     def __post_init__(self):
         shape, dtype = self.shape, self.dtype
-        width, size = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.head_dim
+        width, size = shape.width, shape.head_dim
         self.tensor = make(self.kind, (width, self.hidden), 2, dtype)
         self.offset = torch.randn(width, device=DEVICE).to(dtype) if self.bias else None
         self.linear = linear_of(self.tensor, dtype=dtype, bias=self.offset)
@@ -106,7 +106,8 @@ class Layer:
 
     def reference_row(self, qkv, row, length):
         shape = self.shape
-        query, key, value = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads])
+        gates = shape.heads if shape.gated else 0
+        gate, query, key, value = qkv.split([gates, shape.heads, shape.kv_heads, shape.kv_heads])
         if self.norms:
             query, key = (normed(z, weight.double()) for z, weight in zip((query, key), self.norms, strict=True))
         cos, sin = (table[length - 1].double() for table in self.tables)
@@ -126,7 +127,8 @@ class Layer:
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks.double()[:, None]], -1)
         weights = scores.softmax(-1)[:, : len(keys)]
-        return torch.einsum("ht,thd->hd", weights, values).flatten(), key, value
+        found = torch.einsum("ht,thd->hd", weights, values)
+        return (found * gate.sigmoid() if shape.gated else found).flatten(), key, value
 
     def check(self, lengths, fused=None):
         """One launch on fresh inputs: outputs and new K and V as in float64, the rest of the cache untouched."""
@@ -182,6 +184,7 @@ def test_eight_sequences_whose_inputs_stay_in_registers(kind, dtype):
     dict(heads=14, kv_heads=2, head_dim=64, rotary=64, page=8),
     dict(window=40), dict(window=1000), dict(heads=40, kv_heads=40),
     dict(heads=64, head_dim=64, rotary=64, window=128, sinks=True, qk_norm=False), dict(soft_cap=2.0), dict(heads=24, kv_heads=2, sinks=True),
+    dict(heads=16, kv_heads=2, head_dim=256, rotary=64, gated=True),
 ], ids=str)
 @pytest.mark.parametrize("kind", ["int4:128", "w8a8"])
 def test_head_shapes_windows_and_biases(kind, changes):

@@ -26,14 +26,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from flyweight.checkpoint.gguf_families import FAMILIES, lowered
+from flyweight.checkpoint.gguf_families import FAMILIES
 from flyweight.checkpoint.gguf_header import read_table
 from flyweight.checkpoint.gguf_shard import (
-    IN_CONFIG,
     ROPE_FACTORS,
-    heads_turned,
+    GgufShard,
     hugging_face_name,
-    turned_back,
+    is_read,
 )
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
 from flyweight.checkpoint.reader import is_finite
@@ -185,7 +184,7 @@ def keep(path: str | Path, target: Path, *, move: bool = False) -> Path:
     file = GGUF(path)
     config = make_config(file, torch.float16)
     for name in file.tensors:
-        if name not in IN_CONFIG:
+        if is_read(config, name):
             hugging_face_name(file.path, file.family, name)
     _check_tensors(file, config)
     target.mkdir()
@@ -212,27 +211,19 @@ def convert(
     """
     file = GGUF(path)
     config = make_config(file, dtype)
-    names = {
-        name: hugging_face_name(file.path, file.family, name)
-        for name in file.tensors
-        if name not in IN_CONFIG
-    }
+    shards = [GgufShard(part, config) for part in file.paths]
     _check_tensors(file, config)
     check_room(file, Path(target), dtype)
     with CheckpointWriter(target, overwrite=overwrite) as writer:
-        for name in track(
+        names = [(shard, name) for shard in shards for name in shard.table]
+        for shard, name in track(
             names,
             f"Converting {file.path.name}",
             console=Console(stderr=True),
             transient=True,
             disable=not sys.stderr.isatty(),
         ):
-            values = _converted(file, name, config, dtype)
-            if "{}" in names[name]:
-                for expert, one in enumerate(values):
-                    writer.add(names[name].format(expert), one)
-            else:
-                writer.add(names[name], values)
+            writer.add(name, _converted(shard, name, dtype))
         with writer.writing("the tokenizer"):
             write_tokenizer(file.metadata, writer.staging, file=file.path)
             write_json(writer.staging / "generation_config.json", make_generation_config(file))
@@ -262,6 +253,8 @@ def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     head_dim = file.number("attention.key_length", config["hidden_size"] // heads)
     rotary = file.number("rope.dimension_count", head_dim)
+    if file.family.latent:  # what a head is made of, its settings say
+        head_dim = rotary
     if rotary != head_dim and not file.family.partial_rope:
         raise UnsupportedError(f"{file.path}: rope on a part of the head ({rotary} of {head_dim})")
     if file.setting("attention.sliding_window", 0) and not file.family.windows:
@@ -418,8 +411,8 @@ def _shapes(file: GGUF, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     norms = dict.fromkeys(
         ("output_norm", "attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,)
     )
-    width = config.get("moe_intermediate_size", 0)
-    count = config.get("num_experts", 0)
+    width = file.setting("expert_feed_forward_length", 0)
+    count = file.setting("expert_count", 0)
     experts = {
         "ffn_gate_inp": (count, hidden),
         "ffn_gate_exps": (count, width, hidden),
@@ -445,14 +438,11 @@ def _shapes(file: GGUF, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     )
 
 
-def _converted(file: GGUF, name: str, config: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    new = hugging_face_name(file.path, file.family, name)
-    values = lowered(file.family, new, file.values(name))
-    heads = heads_turned(config, new)
-    converted = (values if heads is None else turned_back(values, heads)).to(dtype)
+def _converted(shard: GgufShard, name: str, dtype: torch.dtype) -> Tensor:
+    converted = shard.get_tensor(name, torch.float32).to(dtype)
     if not is_finite(converted):
         raise CheckpointError(
-            f"{file.path}: tensor {name!r} holds NaN, infinity or more than "
+            f"{shard.file}: tensor {name!r} holds NaN, infinity or more than "
             f"{dtype} can hold; try float32"
         )
     return converted

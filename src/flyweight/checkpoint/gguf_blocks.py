@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flyweight.tensors import IntBlock, IntGroup, QuantTensor
+from flyweight.tensors import Float4, IntBlock, IntGroup, QuantTensor
 
 SUPER = 256  # inputs of a block of the K types
 KVALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4
@@ -205,6 +205,12 @@ def read_iq4_xs(data: Tensor) -> QuantTensor:
     )
 
 
+def read_mxfp4(data: Tensor) -> QuantTensor:
+    """An exponent, then 32 codes."""
+    codes = nibbles(data[..., 1:17], 16).flatten(1)
+    return Float4(codes[:, ::2] | codes[:, 1::2] << 4, data[..., 0].contiguous())
+
+
 TYPES: dict[int, BlockType] = {  # by the number in the file
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
@@ -221,6 +227,7 @@ TYPES: dict[int, BlockType] = {  # by the number in the file
     14: BlockType("Q6_K", SUPER, 210, read_q6_k),
     20: BlockType("IQ4_NL", 32, 18, read_iq4_nl),
     23: BlockType("IQ4_XS", SUPER, 136, read_iq4_xs),
+    39: BlockType("MXFP4", 32, 17, read_mxfp4),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

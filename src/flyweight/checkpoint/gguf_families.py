@@ -21,9 +21,14 @@ FIRST_NORM = {"attn_norm": "input_layernorm"}
 SECOND_NORM = {"ffn_norm": "post_attention_layernorm"}
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-# of mixtures: the router, and tensors that hold a matrix of every expert
+# of mixtures: the router, tensors that hold a matrix of every expert, and an expert for all tokens
 ROUTER = {"ffn_gate_inp": "mlp.gate"}
 EXPERTS = {f"{old}_exps": new.replace("mlp.", "mlp.experts.{}.") for old, new in MLP.items()}
+SHARED = {f"{old}_shexp": new.replace("mlp.", "mlp.shared_experts.") for old, new in MLP.items()}
+GATED_SHARED = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | {
+    old: new.replace("experts", "expert") for old, new in SHARED.items()
+}
+CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 PLAIN = FIRST_NORM | QKV | OUT | SECOND_NORM | MLP
 GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
@@ -43,12 +48,18 @@ class GgufFamily:
     transformers: str  # the class
     parts: dict[str, str]  # of a layer: llama.cpp's name → Hugging Face's
     experts: dict[str, str] = field(default_factory=dict)  # likewise, {} being the number of one
+    # likewise, of some layers or models alone: loading finds out which must be there
+    some: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)  # likewise, but names with their last part
+    made: tuple[str, ...] = ()  # of several tensors of the file: gguf_made.py
+    also: tuple[str, ...] = ()  # model types that `settings` may say instead
     turned: bool = False  # rows of q and k lie in the order of llama.cpp's own rope
     raised: bool = False  # 1 was added to the weights of norms
     whole_norms: bool = False  # of queries and keys, over all heads
     biased: bool = False  # q, k and v always have one
     windows: bool = False  # a sliding window is no surprise
     partial_rope: bool = False  # rope may turn a part of each head
+    latent: bool = False  # heads share one row of the cache; its size is the file's size of a head
     settings: Settings = lambda file, config: {}
 
 
@@ -111,6 +122,115 @@ def mixture_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def shared_mixture_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Of Qwen2: an expert for all tokens beside those, whose shares are left as they are."""
+    return mixture_settings(file, config) | {
+        "shared_expert_intermediate_size": int(file.number("expert_shared_feed_forward_length")),
+        "norm_topk_prob": False,
+    }
+
+
+def without_guessing(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The layers of the model: those behind them, which guess further tokens, are not read."""
+    guessing = int(file.setting("nextn_predict_layers", 0))
+    layers = config["num_hidden_layers"] - guessing
+    return {"num_hidden_layers": layers, "num_nextn_predict_layers": guessing}
+
+
+def gpt_oss_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    found = {
+        "num_local_experts": int(file.number("expert_count")),
+        "num_experts_per_tok": int(file.number("expert_used_count")),
+        "intermediate_size": int(file.number("expert_feed_forward_length")),
+        "sliding_window": int(file.number("attention.sliding_window")),
+    }
+    if scaling := config.get("rope_scaling"):
+        found["rope_scaling"] = scaling | yarn_limits(file) | {"truncate": False}
+    return found
+
+
+def yarn_limits(file: Any) -> dict[str, float]:
+    return {
+        "beta_fast": file.setting("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": file.setting("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def sigmoid_mixture_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Of GLM and DeepSeek: the first layers are dense, an expert is for all tokens."""
+    return without_guessing(file, config) | {
+        "n_routed_experts": int(file.number("expert_count")),
+        "num_experts_per_tok": int(file.number("expert_used_count")),
+        "moe_intermediate_size": int(file.number("expert_feed_forward_length")),
+        "n_shared_experts": int(file.setting("expert_shared_count", 0)),
+        "first_k_dense_replace": int(file.setting("leading_dense_block_count", 0)),
+        "routed_scaling_factor": float(f"{file.setting('expert_weights_scale', 1.0):.6g}"),
+        "norm_topk_prob": bool(file.setting("expert_weights_norm", False)),
+        "n_group": int(file.setting("expert_group_count", 0)) or 1,
+        "topk_group": int(file.setting("expert_group_used_count", 0)) or 1,
+    }
+
+
+def glm_mixture_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    normed = "blk.0.attn_q_norm.weight" in file.tensors
+    return sigmoid_mixture_settings(file, config) | {"use_qk_norm": normed}
+
+
+SIGMOID = 2  # of llama.cpp's gating functions
+
+
+def deepseek_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """V2's by default; V3's where experts are chosen by their sigmoid.
+
+    Files say the sizes of heads as they are (`_mla`) and as the row of the cache that they share;
+    older ones only the first.
+    """
+    rope = config["head_dim"]
+    key = file.number("attention.key_length_mla", file.number("attention.key_length"))
+    value = file.number("attention.value_length_mla", file.number("attention.value_length"))
+    found = sigmoid_mixture_settings(file, config) | {
+        "num_key_value_heads": config["num_attention_heads"],
+        "kv_lora_rank": int(file.number("attention.kv_lora_rank")),
+        "q_lora_rank": int(file.setting("attention.q_lora_rank", 0)) or None,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": int(key) - rope,
+        "v_head_dim": int(value),
+        "topk_method": "greedy",
+    }
+    corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
+    if corrected or file.setting("expert_gating_func", 0) == SIGMOID:
+        found |= {
+            "model_type": "deepseek_v3",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        }
+    elif found["n_group"] > 1:
+        found["topk_method"] = "group_limited_greedy"
+    if scaling := config.get("rope_scaling"):
+        weight = float(f"{10 * file.setting('rope.scaling.yarn_log_multiplier', 0.0):.6g}")
+        of_scores = {"mscale": weight, "mscale_all_dim": weight} if weight else {}
+        found["rope_scaling"] = scaling | yarn_limits(file) | of_scores
+    return found
+
+
+def qwen_next_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    heads = int(file.number("ssm.time_step_rank"))
+    return (
+        shared_mixture_settings(file, config)
+        | without_guessing(file, config)
+        | {
+            "norm_topk_prob": True,
+            "full_attention_interval": int(file.setting("full_attention_interval", 4)),
+            "linear_conv_kernel_dim": int(file.number("ssm.conv_kernel")),
+            "linear_key_head_dim": int(file.number("ssm.state_size")),
+            "linear_num_key_heads": int(file.number("ssm.group_count")),
+            "linear_num_value_heads": heads,
+            "linear_value_head_dim": int(file.number("ssm.inner_size")) // heads,
+        }
+    )
+
+
 def smollm_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     return {
@@ -123,6 +243,15 @@ FAMILIES = {
     "llama": GgufFamily("llama", "LlamaForCausalLM", PLAIN, turned=True),
     "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", PLAIN, biased=True),
     "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", PLAIN | HEAD_NORMS),
+    "qwen2moe": GgufFamily(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        FIRST_NORM | QKV | OUT | SECOND_NORM | ROUTER,
+        EXPERTS,
+        some=GATED_SHARED,
+        biased=True,
+        settings=shared_mixture_settings,
+    ),
     "qwen3moe": GgufFamily(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -187,10 +316,95 @@ FAMILIES = {
     "smollm3": GgufFamily(
         "smollm3", "SmolLM3ForCausalLM", PLAIN, turned=True, settings=smollm_settings
     ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        FIRST_NORM
+        | QKV
+        | OUT
+        | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        EXPERTS,
+        whole={"attn_sinks.weight": "self_attn.sinks"},
+        windows=True,
+        settings=gpt_oss_settings,
+    ),
+    "glm4moe": GgufFamily(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        FIRST_NORM | QKV | OUT | {"post_attention_norm": "post_attention_layernorm"},
+        some=HEAD_NORMS | MLP | ROUTER | EXPERTS | SHARED,
+        whole=CORRECTION,
+        partial_rope=True,
+        settings=glm_mixture_settings,
+    ),
+    "deepseek2": GgufFamily(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        FIRST_NORM | SECOND_NORM,
+        some=MLP
+        | ROUTER
+        | EXPERTS
+        | SHARED
+        | OUT
+        | {
+            "attn_q": "self_attn.q_proj",
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+        },
+        whole=CORRECTION,
+        made=("self_attn.kv_b_proj.weight",),
+        also=("deepseek_v3",),
+        latent=True,
+        settings=deepseek_settings,
+    ),
+    "qwen3next": GgufFamily(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        FIRST_NORM | {"post_attention_norm": "post_attention_layernorm"} | ROUTER,
+        EXPERTS,
+        some=QKV
+        | OUT
+        | HEAD_NORMS
+        | GATED_SHARED
+        | {
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+        },
+        whole={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+        made=("linear_attn.in_proj_qkvz.weight",),
+        raised=True,
+        partial_rope=True,
+        settings=qwen_next_settings,
+    ),
 }
-BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
+BY_TYPE = {
+    kind: family for family in FAMILIES.values() for kind in (family.model_type, *family.also)
+}
 
 
-def lowered(family: GgufFamily, name: str, values: Tensor) -> Tensor:
-    """Weights of a norm as Hugging Face has them."""
-    return values.float() - 1 if family.raised and name.endswith("norm.weight") else values
+def restored(family: GgufFamily, name: str, values: Tensor) -> Tensor:
+    """The numbers of a tensor as Hugging Face has them."""
+    if name.endswith("linear_attn.A_log"):
+        return (-values.float()).log()
+    if family.raised and name.endswith("norm.weight") and "linear_attn." not in name:
+        return values.float() - 1
+    return values
+
+
+def shape_elsewhere(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Hugging Face's, where llama.cpp's converter leaves dimensions of 1 out."""
+    if name.endswith("conv1d.weight") and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+        return 1, *shape
+    return shape

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from flyweight.checkpoint.gguf_blocks import FLOATS, TYPES, read_blocks
-from flyweight.checkpoint.gguf_families import BY_TYPE, LONG_ROPE, OUTER, GgufFamily, lowered
+from flyweight.checkpoint.gguf_families import (
+    BY_TYPE,
+    LONG_ROPE,
+    OUTER,
+    GgufFamily,
+    restored,
+    shape_elsewhere,
+)
 from flyweight.checkpoint.gguf_header import Stored, block_size, read_table
+from flyweight.checkpoint.gguf_made import take_made
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import IntBlock, IntGroup, QuantTensor
 
@@ -28,16 +36,27 @@ AT_ONCE = 1 << 22  # weights that are written out as floats together
 
 def hugging_face_name(file: Path, family: GgufFamily, name: str) -> str:
     """Of a tensor with all experts, the name of each, with {} for its number."""
-    parts = family.parts | family.experts
+    parts = family.parts | family.experts | family.some
     stem, _, kind = name.rpartition(".")
     if stem in OUTER and kind == "weight":
         return f"{OUTER[stem]}.{kind}"
+    inside = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if inside and inside[2] in family.whole:
+        return f"model.layers.{inside[1]}.{family.whole[inside[2]]}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     if not match or match[2] not in parts or kind not in ("weight", "bias"):
         raise UnsupportedError(
             f"{file}: tensor {name!r} is not part of a plain {family.model_type} decoder"
         )
     return f"model.layers.{match[1]}.{parts[match[2]]}.{kind}"
+
+
+def is_read(config: dict[str, Any], name: str) -> bool:
+    """Not what Hugging Face has among the settings, and no layer that guesses further tokens."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    if layer and config.get("num_nextn_predict_layers"):
+        return int(layer[1]) < config["num_hidden_layers"]
+    return name not in IN_CONFIG
 
 
 def one_by_one(name: str, stored: Stored) -> dict[str, Stored]:
@@ -86,8 +105,11 @@ class GgufShard:
         self.family = family_of(config, file)
         self.table: dict[str, Stored] = {}
         for name, stored in read_table(file).items():
-            if name not in IN_CONFIG:
-                self.table |= one_by_one(hugging_face_name(file, self.family, name), stored)
+            if is_read(config, name):
+                new = hugging_face_name(file, self.family, name)
+                shape = shape_elsewhere(new, stored.shape)
+                self.table |= one_by_one(new, Stored(shape, stored.type, stored.offset))
+        self.made = take_made(self.table, self.family.made, config, file)
         self.bytes = torch.from_file(
             str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8
         )
@@ -103,7 +125,8 @@ class GgufShard:
         if kind is None or kind.read is None or len(stored.shape) != 2:
             return None
         weight = read_blocks(kind, self._rows(name))
-        assert isinstance(weight, IntGroup | IntBlock)
+        if not isinstance(weight, IntGroup | IntBlock):
+            return weight
         scales = (
             weight.scales
             if isinstance(weight, IntGroup) or weight.mins is None
@@ -116,38 +139,59 @@ class GgufShard:
             )
         return weight
 
-    def get_tensor(self, name: str) -> Tensor:
-        """As floats: those of the file, or float16 made of its codes."""
-        stored = self.table[name]
-        rows = self._rows(name)
-        if (dtype := FLOATS.get(self.type_name(name))) is not None:
+    def get_tensor(self, name: str, codes_as: torch.dtype = torch.float16) -> Tensor:
+        """As floats: those of the file, or made of its codes."""
+        values = self._values(self.table[name], self._rows(name), codes_as)
+        return restored(self.family, name, values)
+
+    def _values(self, stored: Stored, rows: Tensor, codes_as: torch.dtype) -> Tensor:
+        kind = TYPES.get(stored.type)
+        if kind is not None and (dtype := FLOATS.get(kind.name)) is not None:
             if rows.data_ptr() % dtype.itemsize:  # of a file with an odd alignment
                 rows = rows.clone()
-            return lowered(self.family, name, rows.view(dtype).view(stored.shape))
+            return rows.view(dtype).view(stored.shape)
         step = max(1, AT_ONCE // stored.shape[-1])
-        return torch.cat([self._floats(stored.type, part) for part in rows.split(step)]).view(
-            stored.shape
-        )
+        parts = [self._decoded(stored.type, part, codes_as) for part in rows.split(step)]
+        return torch.cat(parts).view(stored.shape)
 
-    def _floats(self, number: int, rows: Tensor) -> Tensor:
+    def _decoded(self, number: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
         kind = TYPES.get(number)
         if kind is not None and kind.read is not None:
-            return read_blocks(kind, rows).dequantize(torch.float16)
+            return read_blocks(kind, rows).dequantize(dtype)
         import gguf
 
         return torch.from_numpy(
             gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType(number))
-        ).half()
+        ).to(dtype)
 
     def _rows(self, name: str) -> Tensor:
         """uint8 [rows, bytes]: a view of the file, or a copy with its rows in Hugging
         Face's order.
         """
+        if name in self.made:
+            return self._made_rows(name)
         stored = self.table[name]
-        inputs, size = block_size(stored.type)
-        raw = self.bytes[stored.offset : stored.offset + stored.nbytes]
         heads = heads_turned(self.config, name)
         if heads is not None and len(stored.shape) == 1:  # a bias: one value a row
-            return turned_back(raw.view(-1, size), heads).reshape(1, -1)
-        rows = raw.view(-1, stored.shape[-1] // inputs * size)
+            _, size = block_size(stored.type)
+            return turned_back(self._raw(stored).view(-1, size), heads).reshape(1, -1)
+        rows = self._raw(stored)
         return rows if heads is None else turned_back(rows, heads).contiguous()
+
+    def _made_rows(self, name: str) -> Tensor:
+        made = self.made[name]
+        parts = [self._raw(made.first), self._raw(made.second)]
+        if made.keeps_bits:
+            return made.build(self.config, *parts)
+        dtype = FLOATS[TYPES[made.stored.type].name]
+        values = [
+            self._values(one, rows, dtype)
+            for one, rows in zip((made.first, made.second), parts, strict=True)
+        ]
+        built = made.build(self.config, *(one.to(dtype) for one in values))
+        return built.view(torch.uint8)
+
+    def _raw(self, stored: Stored) -> Tensor:
+        inputs, size = block_size(stored.type)
+        raw = self.bytes[stored.offset : stored.offset + stored.nbytes]
+        return raw.view(-1, stored.shape[-1] // inputs * size)

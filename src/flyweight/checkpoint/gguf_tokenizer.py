@@ -35,13 +35,35 @@ LLAMA3 = (
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# one after the other, each within what the one before has left whole
+DEEPSEEK_2 = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    r"[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}+",
+)
+DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True)
 class WordPattern:
     """How a byte-level tokenizer cuts a text before it merges."""
 
-    split: str | None = None  # None: GPT-2's own
+    split: str | tuple[str, ...] = ()  # one pattern or several; none: GPT-2's own
     digits: bool = False  # every digit stands alone
     compose: bool = False  # Unicode NFC first
     whole_words: bool = False  # a word that is in the vocabulary is not merged from its parts
@@ -60,6 +82,11 @@ WORD_PATTERNS = {
     "llama-bpe": LLAMA_3,
     "llama3": LLAMA_3,
     "llama-v3": LLAMA_3,
+    "gpt-4o": WordPattern(GPT_4O),
+    "glm4": WordPattern(LLAMA3),
+    "chatglm-bpe": WordPattern(LLAMA3),
+    "deepseek-llm": WordPattern(DEEPSEEK_2),
+    "deepseek-v3": WordPattern(DEEPSEEK_3),
 }
 
 
@@ -158,9 +185,9 @@ def byte_level_tokenizer(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     if pattern.compose:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pattern.digits else []
-    if pattern.split:
-        steps.append(pre_tokenizers.Split(Regex(pattern.split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern.split is None))
+    patterns = (pattern.split,) if isinstance(pattern.split, str) else pattern.split
+    steps += [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pattern.begin

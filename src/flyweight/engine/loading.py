@@ -5,6 +5,7 @@ Apart from llm.py, because benchmarks, quantization and compiling ahead open mod
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +79,14 @@ def load_decoder(
         raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
     if reason is None:
         return own.load(weights, exact=exact), own.describe()
+    from flyweight.kernels import dispatch
     from flyweight.models.decoder import Decoder
 
     why = f" (no native kernels: {reason})" if device.type == "cpu" else ""
-    decoder = Decoder.load(
-        weights, device=device, dtype=dtype, exact=exact, offload=offload, adapters=adapters
-    )
+    with dispatch.without_native() if native is False else contextlib.nullcontext():
+        decoder = Decoder.load(
+            weights, device=device, dtype=dtype, exact=exact, offload=offload, adapters=adapters
+        )
     return decoder, f"torch{why}"
 
 

@@ -6,6 +6,7 @@ fits, its `why` says so by name and reason: never a silent slow path.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -13,7 +14,7 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,17 @@ from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.kernels.vptq.layout import takes_byte_books
-from flyweight.tensors import Float8, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+from flyweight.tensors import (
+    Float4,
+    Float8,
+    IntBlock,
+    IntGroup,
+    NvFloat4,
+    Plain,
+    QuantTensor,
+    Sparse24,
+    VectorQuant,
+)
 
 VPTQ_BOOKS = "FLYWEIGHT_VPTQ_BOOKS"  # int8: rounded to bytes; stored: as the files have them
 
@@ -115,6 +126,49 @@ def books_in_bytes() -> bool:
     return asked == "int8"
 
 
+_in_c = True  # whether a CPU's own kernels may be used
+
+
+@contextlib.contextmanager
+def without_native() -> Iterator[None]:
+    """Weights that are laid out meanwhile are multiplied by torch alone."""
+    global _in_c
+    before, _in_c = _in_c, False
+    try:
+        yield
+    finally:
+        _in_c = before
+
+
+def in_own_bits(request: Request) -> FusedLinear | None:
+    """A CPU's kernels in C, for weights that torch could multiply only as floats: one by one, where
+    the whole model does not run through them (mixtures of experts).
+    """
+    tensor = request.tensor
+    if (
+        not _in_c
+        or not isinstance(tensor, Float4 | NvFloat4 | IntBlock)
+        or tensor.device.type != "cpu"
+        or request.dtype != torch.float32
+        or tensor.experts is not None
+    ):
+        return None
+    from flyweight.kernels.native import library
+    from flyweight.kernels.native.linear import NativeLinear
+
+    if library.why_not() is not None:
+        return None
+    linear = NativeLinear(tensor, exact=request.exact)
+    return TorchLinear(
+        linear,
+        ops=request.ops,
+        kernel="native",
+        why=linear.why,
+        shape=tensor.shape,
+        nbytes=linear.nbytes,
+    )
+
+
 def on_cpu(request: Request) -> FusedLinear | None:
     """torch's own products of float32 inputs."""
     tensor = request.tensor
@@ -157,7 +211,7 @@ def dequantized(request: Request) -> FusedLinear:
 
 
 # the first that takes a weight has it
-PREPARERS: list[Preparer] = [tiles, sorted_tiles, vectors, on_cpu]
+PREPARERS: list[Preparer] = [tiles, sorted_tiles, vectors, in_own_bits, on_cpu]
 
 
 def register(preparer: Preparer) -> None:

@@ -123,25 +123,23 @@ class DecodeAttention:
             for name, table in pairs.items()
         }
         self.mailboxes: list[Mailbox] = []
-        self.place = 0  # of the next layer in the cycle
+        self.place = 0  # of the next layer that attends, in the cycle
         self.chunk = chunk_of(self.size, shared=rows.before is not None)
-        self.separate = separate or self._separate_reason(blocks, gpu.of(device))
+        self.separate = separate or self._separate_reason(attending, gpu.of(device))
         if not attending:
             return
         first = self.layers[id(attending[0])].shape
         self.workspace = Workspace.make(first, self.size, device)
         if self.separate is None:
             self.mailboxes = mailbox_cycle(
-                first, self.size, len(blocks), dtype=buffers.dtype, device=device
+                first, self.size, len(attending), dtype=buffers.dtype, device=device
             )
 
     def _separate_reason(self, blocks: Sequence[Block], device: gpu.Gpu) -> str | None:
         if len(blocks) < 2:
-            return "a single layer has nobody to empty its mailbox"
+            return "a single layer that attends has nobody to empty its mailbox"
         if any(block.plan.before_attention is None for block in blocks):
             return "no norm before attention"
-        if any(block.delta is not None or block.plan.attention.gated for block in blocks):
-            return "results of attention are gated, or layers have a state in its place"
         if self.adapters is not None and any(
             block.qkv.delta is not None and block.qkv.adapted_row(self.adapters) is None
             for block in blocks
@@ -158,11 +156,11 @@ class DecodeAttention:
         return next((reason for reason in reasons if reason), None)
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
-        place = self.place
-        self.place += 1
         cache = self.caches[block.index]
         if block.delta is not None:
             return self._move_states(block, block.delta, hidden, cache)
+        place = self.place
+        self.place += 1
         plan = block.plan.attention
         layer = self.layers[id(block)]
         rows = self.rows[plan.rope]

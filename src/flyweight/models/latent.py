@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
+from flyweight.kernels.attention import torch_runs
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.layers import Linear
 from flyweight.models.plan import LatentPlan, LayerPlan
@@ -180,6 +181,9 @@ class Latent:
             )
             return self.release(mixed[:, 0])
         keys, values = (x.transpose(1, 2) for x in self.expand(rows))
+        if torch_runs.takes_last(queries):
+            ours = queries.transpose(0, 1)
+            return torch_runs.attend_last(ours, keys[0], values[0], scale).transpose(0, 1)
         out = F.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
             keys,

@@ -42,7 +42,7 @@ HEAD_DIMS = (64, 128, 256)
 class Mailbox:
     """Words of all ones are empty: a NaN that no arithmetic makes."""
 
-    qkv: Tensor  # [rows, (heads + 2 · kv_heads) · head_dim]
+    qkv: Tensor  # [rows, width of q, k and v]
     states: Tensor  # float32, a partial result of each CTA
 
     @classmethod
@@ -69,17 +69,22 @@ def mailbox_cycle(
     ]
 
 
+def head_tiles(shape: HeadShape) -> int:
+    """Of the linear, that belong to a kv head."""
+    return shape.width // shape.kv_heads // 16
+
+
 def head_ctas(shape: HeadShape, device: Gpu) -> int:
     """CTAs that share a kv head: all are resident at once, and each has a tile of the linear. As
     many for each part of its query heads.
     """
-    most = min(device.processors // shape.kv_heads, (shape.group + 2) * shape.head_dim // 16)
+    most = min(device.processors // shape.kv_heads, head_tiles(shape))
     return most // shape.items_of_kv_head * shape.items_of_kv_head
 
 
 def most_tiles(shape: HeadShape, device: Gpu) -> int:
     """Of the linear that one CTA has."""
-    return math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
+    return math.ceil(head_tiles(shape) / head_ctas(shape, device))
 
 
 def chunk_of(rows: int, *, shared: bool) -> int:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # cuDNN plans each length anew (tens of ms): only for lengths that come again; others take flash
 # attention
 CUDNN_MULTIPLE = 128
+FLASH_WIDTH = 256  # the most that a head may have
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,26 @@ def attend_run(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: flo
             q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.transpose(1, 2).reshape(run.end - run.begin, *query.shape[1:])
+
+
+def takes_last(query: Tensor) -> bool:
+    """Whether `attend_last` takes heads of that type and width."""
+    width = query.shape[-1]
+    sixteen = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and sixteen and width <= FLASH_WIDTH and width % 8 == 0
+
+
+def attend_last(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last tokens of one sequence, [heads, tokens, …] each; values may be
+    narrower than keys. Flash attention takes equal widths alone, so values are
+    filled up with zeros: torch's other ways are slower by more than these cost.
+    """
+    width = values.shape[-1]
+    filled = F.pad(values, (0, keys.shape[-1] - width))
+    out = torch.ops.aten._scaled_dot_product_flash_attention(
+        query[None], keys[None], filled[None], 0.0, True, False, scale=scale
+    )[0]
+    return out[0, ..., :width]
 
 
 def _attend_unequal(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:

@@ -6,6 +6,13 @@
 //
 // A byte of a plane has the same byte of several words: 4 bits are both halves, 2 bits x, y, z, w of one half, 1 bit of both.
 //
+// Codes of 3 bits lie in three words of a lane instead, where a mask alone gives most of them (`raised_codes`: as they lie, a power of
+// two too large). A byte of each word, its highest bits first; codes of half 1 are marked ', and two of them are in parts:
+//
+//      first    y' without its lowest bit | y | x
+//      second   lowest bit of w', of y'   | w | z
+//      third    w' without its lowest bit | z' | x'
+//
 //      weight = scale · code − least      of each group of SUBGROUP inputs; RECORD_KIND says how its record holds both
 //
 // A record is of GROUP inputs of the 16 outputs of a tile; where it has a scale of scales, of several groups.
@@ -51,7 +58,23 @@ DEVICE void look_up(u32 codes, u32& low, u32& high) {
 struct BlockCodes {
   u32 word[2][4];
 };
-#if CODING == INTEGERS
+#if BITS == 3
+struct ThreeWords {
+  u32 first, second, third;
+};
+DEVICE ThreeWords load_threes(const u8* block, int lane) {
+  const uint2 q = ((const uint2*)block)[lane];
+  return {q.x, q.y, ((const u32*)(block + 256))[lane]};
+}
+// All codes of a half and row are as much too large: `raised_by`.
+DEVICE constexpr int raised_by(int half, int row) { return row == 0 ? 1 : half == 0 ? 8 : 32; }
+DEVICE BlockCodes raised_codes(const u8* block, int lane) {
+  constexpr u32 low = 0x07070707, high = 0x38383838, top = 0xc0c0c0c0, single = 0x20202020;
+  const ThreeWords q = load_threes(block, lane);
+  return {{{q.first & low, q.first & high, q.second & low, q.second & high},
+           {q.third & low, (q.first & top) | (q.second >> 1 & single), q.third >> 3 & low, (q.third & top) | (q.second >> 2 & single)}}};
+}
+#elif CODING == INTEGERS
 // Word I of both halves: the bits of the lower plane, and those of the upper one where they belong.
 template <int I> DEVICE void take_apart(BlockCodes& c, const u32* lower, const u32* upper) {
   constexpr u32 all = LOWER == 4 ? 0x0f0f0f0f : 0x03030303, more = (UPPER == 2 ? 0x03030303u : 0x01010101u) << LOWER;
@@ -66,6 +89,15 @@ template <int I> DEVICE void take_apart(BlockCodes& c, const u32* lower, const u
   }
 }
 #endif
+#if BITS == 3
+DEVICE BlockCodes load_codes(const u8* block, int lane) {
+  constexpr u32 low = 0x07070707, two = 0x06060606, one = 0x01010101;
+  const ThreeWords q = load_threes(block, lane);
+  return {{{q.first & low, q.first >> 3 & low, q.second & low, q.second >> 3 & low},
+           {q.third & low, (q.first >> 5 & two) | (q.second >> 6 & one), q.third >> 3 & low, (q.third >> 5 & two) | (q.second >> 7 & one)}}};
+}
+#else
+DEVICE constexpr int raised_by(int, int) { return 1; }
 DEVICE BlockCodes load_codes(const u8* block, int lane) {
   BlockCodes c;
   u32 lower[8];
@@ -98,6 +130,8 @@ DEVICE BlockCodes load_codes(const u8* block, int lane) {
 #endif
   return c;
 }
+DEVICE BlockCodes raised_codes(const u8* block, int lane) { return load_codes(block, lane); }
+#endif
 
 constexpr int RECORD_GROUPS = GROUP > SUBGROUP ? GROUP / SUBGROUP : 1;
 constexpr int BYTES_OF_A_RECORD = RECORD_KIND == SCALES_ALONE ? 32 : RECORD_KIND == WITH_ZEROS ? 48 : RECORD_KIND == WITH_MINIMA ? 64

@@ -7,7 +7,8 @@
 // expert that it was not sent to. PER_SLOT: each slot has rows of its own (the second linear of an expert).
 //
 // Work split: the tiles of all slots lie in one line that is cut evenly over the CTAs; each loads the rows of a slot when
-// it comes to it, while the ring goes on. Which weights these are is known as soon as `slots` is not 0, which is long before the
+// it comes to it, while the ring goes on. PER_SLOT: CTAs have tiles of one slot only where that makes the longest run hardly longer,
+// since loading other rows takes as long as several tiles. Which weights these are is known as soon as `slots` is not 0, which is long before the
 // kernel before this one has ended where that is the shared expert or the experts' first linear: so the ring is filled then.
 // Waiting for it is safe: route's CTAs have all begun before any of this kernel may.
 // Limit: bytes of the weights in use / bandwidth.
@@ -35,7 +36,13 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   __syncthreads();
   const int used = found;
   const int tiles = used * TILES;
-  const int first = (int)((long long)blockIdx.x * tiles / gridDim.x), count = (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first;
+  const int ctas = gridDim.x, index = blockIdx.x, fewest = ctas / used;  // of a slot
+  int first = (int)((long long)index * tiles / ctas), count = (int)((long long)(index + 1) * tiles / ctas) - first;
+  if (PER_SLOT && fewest > 0 && (TILES + fewest - 1) / fewest <= (tiles + ctas - 1) / ctas + 1) {
+    const int slot = index * used / ctas, begin = (slot * ctas + used - 1) / used, own = ((slot + 1) * ctas + used - 1) / used - begin;
+    first = slot * TILES + (index - begin) * TILES / own;
+    count = slot * TILES + (index - begin + 1) * TILES / own - first;
+  }
   auto tile_at = [=](int i) {
     const int slot = min((first + i) / TILES, used - 1), tile = (first + i) % TILES;
     return Tile{expert_of[slot] * TILES + tile, tile, slot * ROWS};

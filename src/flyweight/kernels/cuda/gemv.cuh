@@ -39,7 +39,10 @@
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
 // STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
-// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS
+// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, SLOT_BLOCKS (0: experts_sum.cu)
+#ifndef SLOT_BLOCKS
+#define SLOT_BLOCKS 0  // blocks of a tile that one expert has: inputs are those of several, one after the other
+#endif
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -74,6 +77,7 @@
 #endif
 static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
 #define ALL_THREADS (THREADS + (OWN_COPIES ? 0 : 32) + (ADAPTER_RANK ? 32 : 0))  // with those that fetch, and that add an adapter
+constexpr bool IN_QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;  // columns of B are: gemv_bits.cuh
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -81,7 +85,7 @@ constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int CUT = GROUPED && GROUP < KDIM && GROUP > 64 * UNIT_BLOCKS ? GROUP / 64 : UNIT_BLOCKS;
 constexpr int CUTS = (BLOCKS + CUT - 1) / CUT, LONGEST = (CUTS + SLICES - 1) / SLICES * CUT;
 constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of the longest
-constexpr int UNITS = !GROUPED || FLOATS ? 1 : FORMAT == BIT_PLANES ? 4 * SLICE : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
+constexpr int UNITS = !GROUPED || FLOATS ? 1 : IN_QUARTERS ? 4 * SLICE : FORMAT != BIT_PLANES && GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int OWN_BLOCKS = OWN_UNITS * UNIT_BLOCKS;                 // of a stage, in a warp
@@ -89,7 +93,7 @@ constexpr int OWN_GROUPS = !GROUPED ? 0 : (OWN_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int OWN_BYTES = OWN_BLOCKS * BLOCK_BYTES + OWN_GROUPS * GROUP_BYTES;
 constexpr int STAGE_BYTES = OWN_COPIES ? WARPS * OWN_BYTES : STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
-constexpr int COLUMN_TILES = FORMAT == BIT_PLANES ? ROWS : (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
+constexpr int COLUMN_TILES = IN_QUARTERS ? ROWS : (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
 constexpr int SETS = FORMAT == BIT_PLANES || ((COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32)) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
@@ -189,6 +193,12 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
     s.records += ((size_t)tile * GROUPS + group) * RECORD_LENGTH;
     s.record_bytes = min(STAGE_GROUPS, last - group) * GROUP_BYTES;
   }
+#if SLOT_BLOCKS
+  constexpr int SLOT_GROUPS = GROUPED ? SLOT_BLOCKS * 64 / GROUP : 0;
+  const size_t place = (size_t)a.experts[start / SLOT_BLOCKS] * TILES + tile;
+  s.weights = a.weights + place * SLOT_BLOCKS * BLOCK_BYTES;
+  s.records = (const Record*)a.records + place * SLOT_GROUPS * RECORD_LENGTH;
+#endif
   return s;
 }
 
@@ -425,7 +435,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       ring.release();
     }
     auto& partial = sh.partial[tile - done][warp];
-    if constexpr (FORMAT == BIT_PLANES) {
+    if constexpr (IN_QUARTERS) {
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {  // lanes t have the sums of a quarter of the inputs each
         float sum = total[i / 2][i % 2];

@@ -54,6 +54,11 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
 #pragma unroll
   for (int i = 0; i < (INDEXED ? PER_LANE : 0); i++)
     places[i] = ((const uint4*)a.channel_scale)[min((i * WARPS + part) * 32 + lane, KDIM / 8 - 1)];
+#if SLOT_BLOCKS
+  float share[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) share[i] = a.shares[min((i * WARPS + part) * 32 + lane, PIECES - 1) / (SLOT_BLOCKS * 8)];
+#endif
   float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
 #if ADAPTER_RANK
   LowProducts low(sh.adapter, a, warp, lane);
@@ -86,6 +91,10 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     widen(v[i], x[i]);
+#if SLOT_BLOCKS
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[i][j] *= share[i];
+#endif
     if (GATED_INPUT) gate_inputs(v[i], up[GATED_INPUT ? i : 0]);
     if (NORM) weigh(v[i], weight[i], squares);
     if (QUANTIZED && !STATIC) {

@@ -20,6 +20,10 @@ struct Linear {
   float *low, *low_before;           // words of this launch and of the one before it
   int words_before;
 #endif
+#if SLOT_BLOCKS
+  const int* experts;   // of each choice
+  const float* shares;
+#endif
 };
 
 // Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has

@@ -4,8 +4,10 @@
 // scale for the row, which its maximum gives. Plain weights: 16-bit floats.
 #include "integers.cuh"
 #if FORMAT == BIT_PLANES
-constexpr int SMALLEST_GROUP = SUBGROUP;  // inputs that share a scale
+#define WHOLE_BLOCKS (SUBGROUP % 64 == 0)  // groups are whole blocks of 64 inputs
+constexpr int SMALLEST_GROUP = SUBGROUP;   // inputs that share a scale
 #else
+#define WHOLE_BLOCKS 0
 constexpr int SMALLEST_GROUP = GROUP;
 #endif
 constexpr int UNIT_BLOCKS = GROUPED && SMALLEST_GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
@@ -13,13 +15,13 @@ constexpr bool SIGNED = (SPARSE && GROUPED && SYMMETRIC) || FORMAT == MXFP4;  //
 DEVICE constexpr int larger(int sets) { return FORMAT == INT4 && (sets == 2 || SIGNED) ? 16 : 1; }  // the products are than they should be
 constexpr int PLANES = GROUPED && !FLOATS ? 2 : 1;                             // columns of B that one row of x takes
 constexpr int SHARERS = FORMAT != BIT_PLANES && GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // lanes that share a scale
-constexpr int ADDERS = FORMAT == BIT_PLANES ? 2 : SHARERS;          // lanes whose inputs have a sum
+constexpr int ADDERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS ? 2 : SHARERS;          // lanes whose inputs have a sum
 constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
 constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)
 
 struct XGroup {  // of one group of inputs of one row
 #if FORMAT == BIT_PLANES
-  float sum;  // of the inputs themselves, 16 of them
+  float sum;  // of the inputs themselves, ADDERS · 8 of them
 #else
   int sum;  // of their integers
 #endif

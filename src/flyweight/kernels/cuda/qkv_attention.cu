@@ -33,7 +33,13 @@
 // ITEMS: where more than 8 query heads share a kv head, its CTAs attend in as many equal parts, G query heads each. They share out the
 // tiles of the linear all the same. All make the newest key and value for themselves, and the first part alone stores them.
 //
-// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1)
+// GATED: the linear has a gate for each result before its queries, and results are multiplied by σ(gate). Gates come through the mailbox
+// like the others, and are waited for only where a result is written.
+//
+// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), GATED (0)
+#ifndef GATED
+#define GATED 0
+#endif
 #ifndef CHUNK
 #define CHUNK 1
 #endif
@@ -47,7 +53,8 @@
 #include "attention.cuh"
 #include "kv8.cuh"
 
-constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = (SHARING + 2) * HEAD_TILES;
+constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = ((1 + GATED) * SHARING + 2) * HEAD_TILES;
+constexpr int FIRST_QUERY = GATED * HEADS;    // among the heads that the linear makes: gates, queries, keys, values
 constexpr int ITEM_CTAS = HEAD_CTAS / ITEMS;  // that attend with the same query heads
 constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a sequence, at most
 constexpr int DIM_PARTS = HEAD_DIM / 64;
@@ -63,7 +70,7 @@ constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulat
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 
-static_assert(EPILOGUE == STORE && NDIM == (HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
+static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
 static_assert(LANES >= 1 && G * STATE * 4 <= KV_TILE && G <= 8, "a lane leaves its result where its tokens were");
 static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
@@ -94,12 +101,31 @@ struct Attention {
 #endif
 };
 
-// A tile of the head: its query heads' first, then k, then v.
+// A tile of the head: its query heads' first, then k, then v, then the gates of its query heads.
 DEVICE int head_tile(int head, int i) {
-  if (i < SHARING * HEAD_TILES) return head * SHARING * HEAD_TILES + i;
+  if (i < SHARING * HEAD_TILES) return (FIRST_QUERY + head * SHARING) * HEAD_TILES + i;
   const int kind = i / HEAD_TILES - SHARING;  // 0: key, 1: value
-  return (HEADS + kind * KV_HEADS + head) * HEAD_TILES + i % HEAD_TILES;
+  if (GATED && kind > 1) return head * SHARING * HEAD_TILES + i - (SHARING + 2) * HEAD_TILES;
+  return (FIRST_QUERY + HEADS + kind * KV_HEADS + head) * HEAD_TILES + i % HEAD_TILES;
 }
+// What neighbouring results are multiplied by, when their gates are there. Asked for early, since that takes a trip to L2.
+template <int PAIRS> struct Gates {
+  u32 words[PAIRS];
+  const u16* from;
+  DEVICE Gates(const u16* gates) : from(gates) {
+    if (GATED) load_relaxed(from, words);
+  }
+  DEVICE void await() {
+    Patience patience;
+    while (GATED && missing<true>(words)) {
+      patience.poll();
+      load_relaxed(from, words);
+    }
+  }
+  DEVICE float factor(int i) const {
+    return GATED ? __fdividef(1.f, 1.f + __expf(-(i % 2 ? high_float(words[i / 2]) : low_float(words[i / 2])))) : 1.f;
+  }
+};
 
 DEVICE size_t slot_of(const Attention& a, int sequence, int token) {
   const int page = a.tables[(size_t)sequence * a.table_width + token / PAGE];
@@ -401,14 +427,15 @@ DEVICE float sunk(const Attention& a, int h, float most) {
 }
 
 // This CTA's share of the outputs of its head, from the states of all runs; `states` is the first one's. Runs sit side by
-// side in the lanes of a warp, four outputs in each.
-DEVICE void gather(const Attention& a, const float* states, u16* out, int split, int used, int warp, int lane) {
+// side in the lanes of a warp, four outputs in each. `gates`: of the same outputs.
+DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int split, int used, int warp, int lane) {
   constexpr int QUADS = G * HEAD_DIM / 4;
   const int wide = used <= 2 ? 2 : used <= 4 ? 4 : used <= 8 ? 8 : used <= 16 ? 16 : 32;  // lanes for one quad
   const int last = (split + 1) * QUADS / used;
   for (int first = split * QUADS / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
     const int quad = first + lane / wide, run = lane % wide, h = min(quad, QUADS - 1) * 4 / HEAD_DIM;
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
+    Gates<2> factors(gates + 4 * min(quad, QUADS - 1));
     if (quad < last && run < used) {
       const float* state = states + ((size_t)run * G + h) * STATE;
       Patience patience;
@@ -431,8 +458,12 @@ DEVICE void gather(const Attention& a, const float* states, u16* out, int split,
       for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], o);
     }
     const float inverse = __fdividef(1.f, sum + sunk(a, h, most));
-    if (quad < last && run == 0)
-      ((uint2*)out)[quad] = make_uint2(pack2(v[0] * inverse, v[1] * inverse), pack2(v[2] * inverse, v[3] * inverse));
+    if (quad < last && run == 0) {
+      factors.await();
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[i] *= inverse * factors.factor(i);
+      ((uint2*)out)[quad] = make_uint2(pack2(v[0], v[1]), pack2(v[2], v[3]));
+    }
   }
 }
 
@@ -503,7 +534,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
         const int place = query ? back : (h - G) / 2, ago = back - place;  // among the new tokens; rows and tokens back
         const float2* turns = rope + (size_t)(newest - ago) * (ROTARY / 2);
         const u16* row = qkv + (size_t)(sequence - ago) * NDIM;
-        const int column = (query ? head * SHARING + item * G + h : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
+        const int column = (FIRST_QUERY + (query ? head * SHARING + item * G + h : key ? HEADS + head : HEADS + KV_HEADS + head)) * HEAD_DIM;
         const Head v = prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr,
                                     epsilon, lane);
         if (query) {
@@ -523,18 +554,21 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     });
     named_barrier(1, THREADS);
     u16* target = out + ((size_t)sequence * HEADS + head * SHARING + item * G) * HEAD_DIM;
+    const u16* gates = qkv + (size_t)sequence * NDIM + (head * SHARING + item * G) * HEAD_DIM;
     float* mine = states + (size_t)blockIdx.x * G * STATE;
     for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
       const float3 state = merge_lanes(sh, count, h, d);
       if (run.used == 1) {
-        target[i] = to_bits(state.x / (state.z + sunk(a, h, state.y)));
+        Gates<1> factors(gates + i / 2 * 2);
+        factors.await();
+        target[i] = to_bits(state.x / (state.z + sunk(a, h, state.y)) * factors.factor(i % 2));
       } else {
         store_relaxed(mine + h * STATE + d, state.x);
         if (d < 2) store_relaxed(mine + h * STATE + HEAD_DIM + d, d ? state.z : state.y);
       }
     }
-    if (run.used > 1) gather(a, mine - (size_t)split * G * STATE, target, split, run.used, warp, lane);
+    if (run.used > 1) gather(a, mine - (size_t)split * G * STATE, gates, target, split, run.used, warp, lane);
     if (sequence + ITEM_CTAS / SPLITS < ROWS) named_barrier(1, THREADS);  // before others fetch over the states
   }
   end_launch(THREADS);

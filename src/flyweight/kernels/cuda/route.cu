@@ -16,7 +16,7 @@
 // depends on its neighbours. The router and all sums are float32; x is normed and rounded as the other kernels do it. The gate of
 // the shared expert is the router's last row. Rows of length 0 are nobody's: they go to no expert (their shares are 0), but for
 // the first, so that there is a tile.
-// One token (ROWS 1, BY_TOKEN) needs no such order: its j-th choice is tile j. JOINED: the shared expert, which lies behind the others,
+// One token (ROWS 1, BY_TOKEN) needs no such order: its j-th choice is tile j; of many experts all warps of the CTA choose. JOINED: the shared expert, which lies behind the others,
 // then is one choice more, and the experts' own linears multiply it too.
 // combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
 // how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
@@ -61,6 +61,8 @@ constexpr int AHEAD = 8;                  // pairs that a thread reads at a time
 constexpr int PER_GROUP = EXPERTS / GROUPS;
 constexpr int CHOICES = CHOSEN + JOINED;
 constexpr bool ALONE = ROWS == 1 && BY_TOKEN;  // one token
+constexpr int OF_WARP = (EXPERTS + WARPS - 1) / WARPS, LISTED = WARPS * CHOSEN;
+constexpr bool BY_WARPS = ALONE && GROUPS == 1 && EXPERTS >= 256;  // one warp would take long
 static_assert(KDIM % 8 == 0 && CHOICES <= 32 && CHOSEN <= EXPERTS, "sizes");
 static_assert(!JOINED || (!SHARED && TILE == 1) || !BY_TOKEN, "of one token alone");
 static_assert(EXPERTS % GROUPS == 0 && GROUPS <= 32 && CHOSEN <= CHOSEN_GROUPS * PER_GROUP, "groups");
@@ -155,6 +157,65 @@ DEVICE void choose(const float* logits, const float* bias, float scale, u64* key
 #pragma unroll
   for (int i = 0; i < OWN; i++)
     if (before[i] >= 0) chosen[before[i]] = lane + 32 * i, shares[before[i]] = value[i] / all * scale;
+  if (GATE && lane == 0) *gate = sigmoid(__ldcg(logits + EXPERTS));
+}
+
+// One CTA, one token: each warp lists the CHOSEN largest of its own experts, one after the other; then each of those that are listed
+// counts how many of them are larger, which is its place.
+DEVICE void choose_by_warps(const float* logits, const float* bias, float scale, int* chosen, float* shares, float* gate, int warp, int lane) {
+  constexpr int MINE = (OF_WARP + 31) / 32;
+  __shared__ __align__(16) u64 listed[LISTED];
+  __shared__ float values[EXPERTS], best_values[CHOSEN];
+  u64 own[MINE], mine = 0;
+#pragma unroll
+  for (int i = 0; i < MINE; i++) {
+    const int at = lane + 32 * i, e = warp * OF_WARP + at;
+    own[i] = 0;
+    if (at >= OF_WARP || e >= EXPERTS) continue;
+    const float added = BIASED ? bias[e] : 0.f, logit = __ldcg(logits + e);
+    const float value = SIGMOID ? sigmoid(logit) : logit + added;
+    values[e] = value;
+    own[i] = rank(SIGMOID ? value + added : value, e);
+  }
+#pragma unroll 1
+  for (int place = 0; place < CHOSEN; place++) {
+    u64 best = own[0];
+#pragma unroll
+    for (int i = 1; i < MINE; i++) best = own[i] > best ? own[i] : best;
+    const u32 high = __reduce_max_sync(~0u, (u32)(best >> 32));
+    const u32 low = __reduce_max_sync(~0u, (u32)(best >> 32) == high ? (u32)best : 0);
+    const u64 largest = (u64)high << 32 | low;
+    if (lane == place) mine = largest;
+#pragma unroll
+    for (int i = 0; i < MINE; i++)
+      if (own[i] == largest) own[i] = 0;
+  }
+  if (lane < CHOSEN) listed[warp * CHOSEN + lane] = mine;
+  __syncthreads();
+  if (threadIdx.x < LISTED) {
+    const u64 key = listed[threadIdx.x];
+    int before = 0;
+#pragma unroll 8
+    for (int i = 0; i < LISTED; i++) before += listed[i] > key;
+    if (key && before < CHOSEN) {
+      const int expert = (int)~(u32)key;
+      chosen[before] = expert;
+      best_values[before] = values[expert];
+    }
+  }
+  __syncthreads();
+  if (warp > 0) return;
+  const float most = best_values[0];
+  float share = 0, all = 1;
+  if (lane < CHOSEN) share = SIGMOID ? best_values[lane] : __expf(best_values[lane] - most);
+  if (NORMALIZE) {
+    all = warp_sum(share);
+  } else if (!SIGMOID) {
+    float sum = 0;
+    for (int e = lane; e < EXPERTS; e += 32) sum += __expf(values[e] - most);
+    all = warp_sum(sum);
+  }
+  if (lane < CHOSEN) shares[lane] = share / all * scale;
   if (GATE && lane == 0) *gate = sigmoid(__ldcg(logits + EXPERTS));
 }
 
@@ -297,10 +358,11 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   }
   if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return count_launch();
   const int own = blockIdx.y * ROWS + warp;
-  __shared__ u64 keys[ROWS][EXPERTS];
+  __shared__ u64 keys[BY_WARPS ? 1 : ROWS][BY_WARPS ? 1 : EXPERTS];
   if (ALONE) {
+    if constexpr (BY_WARPS) choose_by_warps(logits, bias, scale, expert_of, shares, gates, warp, lane);
     if (warp > 0) return;
-    choose(logits, bias, scale, keys[0], expert_of, shares, gates, lane);
+    if constexpr (!BY_WARPS) choose(logits, bias, scale, keys[0], expert_of, shares, gates, lane);
     if (lane < CHOICES) place[lane] = lane;
     if (JOINED && lane == 0) {
       expert_of[CHOSEN] = EXPERTS;

@@ -17,7 +17,7 @@ from torch import Tensor
 from flyweight.tensors import IntBlock, IntGroup, QuantTensor
 from flyweight.tensors.float4 import FLOAT4_BLOCK, NvFloat4
 
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # of a code, the lower first
+PLANES = {2: (2,), 3: (3,), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # of a code, the lower first
 INTEGERS = 0  # CODING of the CUDA sources
 CODINGS = {"table": 1, "e2m1": 2}
 # RECORD_KIND of the CUDA sources: (number, bytes of an output, more for each group of a record)
@@ -166,6 +166,8 @@ def tile_records(parts: Sequence[Tensor]) -> Tensor:
 
 def tile_planes(words: Tensor, bits: int) -> Tensor:
     """Codes uint8 [tile, block, half, lane, word, byte] → the planes of each block, as bytes."""
+    if bits == 3:
+        return _three_words(words)
     planes = []
     shift = 0
     for width in PLANES[bits]:
@@ -173,6 +175,24 @@ def tile_planes(words: Tensor, bits: int) -> Tensor:
         planes.append(_plane(part, width).flatten(2))
         shift += width
     return torch.cat(planes, -1).flatten()
+
+
+def _three_words(words: Tensor) -> Tensor:
+    """Codes of 3 bits in three words a lane, as cuda/bits.cuh says: the first two side by side,
+    then all third ones.
+    """
+    first, second = words.unbind(2)  # halves: [tile, block, lane, word, byte]
+    x, y, z, w = first.unbind(3)
+    x2, y2, z2, w2 = second.unbind(3)
+    pair = torch.stack(
+        [
+            x | y << 3 | y2 >> 1 << 6,
+            z | w << 3 | (y2 & 1) << 6 | (w2 & 1) << 7,
+        ],
+        3,
+    )
+    third = x2 | z2 << 3 | w2 >> 1 << 6
+    return torch.cat([pair.flatten(2), third.flatten(2)], -1).flatten()
 
 
 def _plane(part: Tensor, width: int) -> Tensor:

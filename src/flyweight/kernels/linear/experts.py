@@ -1,5 +1,5 @@
-"""The experts of a layer as one: host side of cuda/route.cu and cuda/experts.cu, and of gemm.cu or
-(where that has no matrix units) gemm_mma.cu over rows sorted by expert.
+"""The experts of a layer as one: host side of cuda/route.cu, experts.cu and experts_sum.cu,
+and of gemm.cu or (where that has no matrix units) gemm_mma.cu over rows sorted by expert.
 
 The weights of all experts lie stacked in tiles; the kernels find out on the device which of them a
 step needs, so nothing waits for the host and a step can be captured. Few tokens (`expert_rows` of
@@ -10,6 +10,7 @@ matrix product (rows sorted by expert, in tiles of one expert each).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from flyweight.kernels.linear.fused import FusedLinear, Norm
 from flyweight.kernels.linear.gemm_shape import WHOLE, Forced, Product, Shape
 from flyweight.kernels.linear.gemm_shape import shape_for as gemm_shape_for
 from flyweight.kernels.linear.tiled import TiledLinear
-from flyweight.kernels.linear.tiles import TiledWeight
+from flyweight.kernels.linear.tiles import Matrix, TiledWeight
 
 STACKED = ("weights", "records", "channel_scale", "bias")
 TILES = (16, 32, 64, 128, 256)  # rows
@@ -34,6 +35,10 @@ WARPGROUPS = {16: 4, 32: 4}
 # more are done in turns: by then every expert has enough rows, and rows cost memory
 TOKENS_AT_ONCE = 8192
 THREADS = 256  # of a CTA of route.cu
+# how much longer the longest run of tiles may be where the choices of a token are added up at once
+UNEVEN = 1.1
+# of all choices together, where they are: every CTA converts them all
+MOST_INPUTS = 8192
 
 
 @dataclass(frozen=True)
@@ -259,6 +264,7 @@ class GroupedExperts:
         """x + experts(norm(x)), [tokens, hidden]; out may be x. Rows of length 0 are padding."""
         assert lengths is None or len(x) <= TOKENS_AT_ONCE
         norm = norm.folded
+        device = gpu.of(x.device)
         out = torch.empty_like(x) if out is None else out
         for part, end in zip(x.split(TOKENS_AT_ONCE), out.split(TOKENS_AT_ONCE), strict=True):
             routed = self.route(part, norm=norm, lengths=lengths)
@@ -267,6 +273,10 @@ class GroupedExperts:
                 gate_up, down = self.shared
                 gated = gate_up.project(part, norm=norm, activation=self.gate_up.activation)
                 shared = down.project(gated)
+            elif (plan := self._sum_plan(routed, device)) is not None:
+                gated = few_rows(self.gate_up, part, routed, norm=norm)
+                sum_rows(self.down, gated, routed, plan, residual=part, out=end)
+                continue
             self.combine(self.multiply(part, routed, norm=norm), routed, part, end, shared=shared)
         return out
 
@@ -342,6 +352,12 @@ class GroupedExperts:
 
     def _joined(self, routed: Routed) -> bool:
         return routed.shares.shape[1] > self.routing.chosen
+
+    def _sum_plan(self, routed: Routed, device: Gpu) -> gemv.Plan | None:
+        """How the second linear adds up the choices of one token; None: `combine` does."""
+        if routed.source is not None or routed.tile > 1 or self.down.bias is not None:
+            return None
+        return sum_plan(self.down.matrix, routed.shares.shape[1], device)
 
     def combine(
         self,
@@ -454,6 +470,63 @@ def few_rows(
     )
     kernel.launch(device.processors, plan.threads, args, shared=plan.shared, pdl=True)
     return out
+
+
+@functools.cache
+def sum_plan(matrix: Matrix, choices: int, device: Gpu) -> gemv.Plan | None:
+    """Of experts_sum.cu; None where it cannot do it, or would share tiles out less evenly."""
+    form = matrix.format
+    inner = matrix.in_features
+    longest = math.ceil(matrix.tiles / device.processors)
+    even = choices * matrix.tiles / device.processors
+    if (
+        not device.has_dependent_launch
+        or not form.grouped
+        or form.floats
+        or inner % max(64, matrix.group)
+        or choices * inner > MOST_INPUTS
+        or longest * choices > UNEVEN * math.ceil(even)
+    ):
+        return None
+    numbers = tuned.of(device)
+    wanted = gemv.Wanted(
+        longest,
+        numbers.formats[form.name].gemv_warps,
+        stage_bytes=inner // 64 * form.block_bytes,
+        slots=max(1, min(longest, numbers.gemv.slots)),
+    )
+    joined = dataclasses.replace(matrix, in_features=choices * inner)
+    found = gemv.plan_beside(joined, 1, wanted, device)
+    return found if found and found.stage_blocks * 64 == inner else None
+
+
+def sum_rows(
+    weight: TiledWeight,
+    x: Tensor,
+    routed: Routed,
+    plan: gemv.Plan,
+    *,
+    residual: Tensor,
+    out: Tensor,
+) -> None:
+    """experts_sum.cu: x [choices, in] of one token → out = residual + the sum by shares."""
+    device = gpu.of(x.device)
+    inner = weight.in_features
+    defines = gemv.defines(weight, 1, plan, device, norm=False, epilogue="residual")
+    defines |= {"KDIM": len(x) * inner, "SLOT_BLOCKS": inner // 64}
+    kernel = jit.load("experts_sum.cu", defines=defines).kernel("experts_sum")
+    args = (
+        weight.weights,
+        weight.records,
+        x,
+        routed.shares,
+        residual,
+        out,
+        routed.expert_of,
+        routed.tiles,
+        workspace.current(x.device).bytes("experts arrived", 4),
+    )
+    kernel.launch(device.processors, plan.threads, args, shared=plan.shared, pdl=True)
 
 
 def many_rows(

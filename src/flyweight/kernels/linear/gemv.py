@@ -102,8 +102,9 @@ def _unit_blocks(matrix: Matrix) -> int:
 
 def _input_scales(matrix: Matrix, blocks: int) -> int:
     """Places that a row of x has for scales and sums of its groups."""
-    if matrix.format.in_planes:
-        return 4 * blocks
+    variant = matrix.format.variant
+    if variant is not None:
+        return blocks if variant.group % 64 == 0 else 4 * blocks
     return 2 * blocks if matrix.group == 32 else blocks
 
 
