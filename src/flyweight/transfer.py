@@ -141,9 +141,11 @@ class Download:
 
     def __init__(self, *tensors: Tensor):
         self.event: torch.cuda.Event | None = None
+        self.found: list[list] = []
+        self.tensors: list[Tensor] = []
         if tensors[0].device.type == "cpu":
-            # the originals are buffers of the next step
-            self.tensors = [tensor.clone() for tensor in tensors]
+            # read now: the originals are buffers of the next step
+            self.found = [tensor.tolist() for tensor in tensors]
             return
         self.tensors = [
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
@@ -163,4 +165,4 @@ class Download:
     def lists(self) -> list[list]:
         if self.event is not None:
             self.event.synchronize()
-        return [tensor.tolist() for tensor in self.tensors]
+        return self.found or [tensor.tolist() for tensor in self.tensors]

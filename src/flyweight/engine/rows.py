@@ -217,7 +217,9 @@ class Rows:
         """
         if self.mode == GREEDY and not allowed:
             return (
-                self.tokens[: len(logits)] if rows is None else self._put(likeliest(logits), rows)
+                self.tokens[: logits.shape[0]]
+                if rows is None
+                else self._put(likeliest(logits), rows)
             )
         if self.sampler is None:
             return self._sample(logits, slice(0, len(logits)) if rows is None else rows, allowed)

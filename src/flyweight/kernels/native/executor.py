@@ -213,6 +213,7 @@ class NativeDecoder:
         self.decoder = _decoder(parts, self.layers)
         self.pages: Pages | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self.sizes: dict[tuple[int, int], int] = {}  # of that memory, by threads and tokens
 
     @property
     def vocabulary(self) -> int:
@@ -295,7 +296,10 @@ class NativeDecoder:
 
     def workspace(self, team: int, tokens: int) -> int:
         """The address of memory for a step of so many tokens; it grows with the longest."""
-        size = self.kernels.decoder_workspace(team, ctypes.byref(self.decoder), tokens) + 64
+        if (team, tokens) not in self.sizes:
+            needed = self.kernels.decoder_workspace(team, ctypes.byref(self.decoder), tokens)
+            self.sizes[team, tokens] = needed + 64
+        size = self.sizes[team, tokens]
         if self.memory.numel() < size:
             self.memory = torch.empty(size, dtype=torch.uint8)
         return -(-self.memory.data_ptr() // 64) * 64

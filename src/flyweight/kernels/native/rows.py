@@ -84,7 +84,7 @@ class NativeSteps:
         """Nothing is compiled or captured."""
 
     def _run(self, count: int, *, advances: bool) -> Tensor:
-        if len(self.memory) < count:
+        if self.memory.shape[0] < count:
             self.memory = torch.empty(count, self.decoder.vocabulary)
         team = library.team()
         step = self.decoder.open_step(self.caches, logits=self.memory.data_ptr())
