@@ -6,6 +6,7 @@ from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alo
 
 from flyweight import LLM, SamplingParams
 from flyweight.engine.request import Chunk, Constraint, Request
+from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
@@ -418,6 +419,23 @@ def test_only_whole_steps_say_how_long_steps_take():
     assert any(guessed for _, guessed, _ in kinds) and len(learned) > 10
     assert not any(told for ahead, guessed, told in kinds if not ahead and not guessed), "nothing was waited for"
     assert {1, 3} <= set(learned)
+
+
+def test_guesses_are_read_at_once_where_that_is_faster():
+    """A step between two with guesses hides the host, and costs a step for one token."""
+    speculator = Speculator(NgramDrafter(), Fixed(7))
+    works = [Work(Request(0, [1], params(), seed=0, limit=9), 0, 8, True, (1,) * 7)]
+    assert not speculator.follows(works), "nothing is known yet"
+    for _ in range(60):
+        speculator.learn(0.40e-3, 1, 1)
+        speculator.learn(0.60e-3, 8, 5)
+        speculator.prepared(0.15e-3)
+    assert speculator.token_seconds == pytest.approx(1 / 6e3, rel=0.3)
+    assert speculator.follows(works), "after half of the guesses nobody guesses again, and the host takes long"
+    speculator.goes_on = 1.0
+    assert not speculator.follows(works), "guesses come one after the other"
+    speculator.gap = 0.4e-3
+    assert speculator.follows(works), "a whole step fits into what the host needs"
 
 
 def test_without_a_guess_steps_are_launched_ahead():

@@ -101,6 +101,9 @@ class Engine:
         # each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
+        self.landing = (
+            0.0  # seconds that the tokens of the latest guesses took, once they were read
+        )
         self.scheduling = 0.0  # when the latest step was begun,
         self.begun = 0.0  # when the one in flight was,
         self.behind: Flight | None = None  # and which one the device was busy with then
@@ -232,7 +235,7 @@ class Engine:
         for work in works:
             work.request.pending += work.outputs
         if self.speculator is not None and any(work.drafts for work in works):
-            self.speculator.prepared(time.perf_counter() - self.scheduling)
+            self.speculator.prepared(time.perf_counter() - self.scheduling + self.landing)
         if any(work.samples and work.request.constraint for work in works):
             self._land()
 
@@ -294,7 +297,7 @@ class Engine:
             return
         results = flight.results()
         now = time.perf_counter()
-        self._learn(flight, now)
+        self._learn(flight, results, now)
         if flight.speculative and self.runner.rows.mode.penalized:
             self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
@@ -304,8 +307,10 @@ class Engine:
             if work.drafts:
                 self._settle(work, len(result.tokens) - 1)
             self._accept(work, result, now)
+        if flight.speculative:
+            self.landing = time.perf_counter() - now
 
-    def _learn(self, flight: Flight, now: float) -> None:
+    def _learn(self, flight: Flight, results: Sequence[Result], now: float) -> None:
         """What the step took, for whoever decides how much of prompts the next ones get, and how
         many guesses.
         """
@@ -321,7 +326,8 @@ class Engine:
                 seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in works)
             )
         if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
-            self.speculator.learn(seconds, sum(work.count for work in works))
+            tokens = sum(len(result.tokens) for result in results) / len(works)
+            self.speculator.learn(seconds, sum(work.count for work in works), tokens)
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)

@@ -21,7 +21,9 @@ class Speculator:
         self.seconds = 0.0  # spent on guessing
         self.times = StepTimes()
         self.gap = 0.0  # seconds of the host between a step's tokens and the next launch
-        self.brought = 3.0  # tokens of a step with guesses, of late
+        self.token_seconds = 0.0  # of a sequence's token, over all steps of late
+        self.goes_on = 0.5  # how often guesses were followed by more of them, of late
+        self._was_checked = False
 
     def figures(self) -> dict[str, float]:
         """Since the start, for those who measure: means over the steps in which a sequence had
@@ -66,31 +68,42 @@ class Speculator:
                 most[request.number] = room
                 wanting.append(request)
         drafts = self.drafter.propose(wanting, most) if wanting else {}
+        found = {number: guesses for number, guesses in drafts.items() if guesses}
+        if self._was_checked:
+            self._was_checked = False
+            self.goes_on += 0.1 * (bool(found) - self.goes_on)
         self.seconds += time.perf_counter() - begin
-        return {number: guesses for number, guesses in drafts.items() if guesses}
+        return found
 
-    def learn(self, seconds: float, rows: int) -> None:
-        """A step of so many rows, and nothing else, took so long."""
+    def learn(self, seconds: float, rows: int, tokens: float) -> None:
+        """A step of so many rows, and nothing else, took so long, and gave so many tokens a
+        sequence.
+        """
         self.times.learn(seconds, rows)
         self.lengths.learn(seconds, rows)
+        if tokens:
+            self.token_seconds = lately(self.token_seconds, seconds / tokens, weight=tokens / 50)
 
     def prepared(self, seconds: float) -> None:
-        """It took so long to make guesses and launch a step that checks them."""
-        self.gap = seconds if not self.gap else min(2 * self.gap, 0.9 * self.gap + 0.1 * seconds)
+        """The host took so long to read a step, make guesses and launch one that checks them."""
+        self.gap = lately(self.gap, seconds, weight=0.1)
 
     def follows(self, works: Sequence[Work]) -> bool:
-        """Whether a step without guesses is launched behind this one before it is read. It hides
-        what the host does then: (tokens + 1) of the two instead of tokens of the one and the gap.
+        """Whether a step without guesses is launched behind this one before it is read.
+
+        That hides what the host does then. Where more guesses would have come at once it costs a
+        step for a token that they might have brought in less.
         """
-        step = self.times.of(sum(work.count for work in works))
+        if not self.token_seconds:
+            return False
         plain = self.times.of(len(works))
-        return (self.brought + 1) / (step + plain) > self.brought / (step + self.gap)
+        return self.gap > self.goes_on * (plain - self.token_seconds)
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         self.steps += 1
         self.drafted += len(drafts)
         self.accepted += accepted
-        self.brought += 0.1 * (1 + accepted - self.brought)
+        self._was_checked = True
         self.lengths.observe(request, len(drafts), accepted)
         self.drafter.observe(request, drafts, accepted)
 
@@ -110,3 +123,10 @@ def may_guess(request: Request) -> bool:
         and request.constraint is None
         and request.state is State.RUNNING
     )
+
+
+def lately(mean: float, value: float, *, weight: float) -> float:
+    """The mean with one more value, which counts `weight`; one that took absurdly long (steps are
+    captured now and then) counts as twice the mean.
+    """
+    return mean + weight * (min(value, 2 * mean) - mean) if mean else value
