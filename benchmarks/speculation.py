@@ -214,6 +214,16 @@ def open_engine(model: str, drafter: str, device: str | None) -> LLM:
     )
 
 
+def follow(llm: LLM, way: str | None) -> None:
+    """Whether steps are launched behind guesses that nobody has read; None: as times say."""
+    speculator = llm.engine.speculator
+    if speculator is None:
+        return
+    vars(speculator).pop("follows", None)
+    if way in ("never", "always"):
+        vars(speculator)["follows"] = lambda works: way == "always"
+
+
 def memory_of(model: str, drafter: str, prompt: Prompt) -> tuple[str, int, int]:
     """The device, what an engine holds once every step is captured, and the drafter's weights."""
     llm = open_engine(model, drafter, "cuda")
@@ -279,13 +289,9 @@ def main() -> None:
         llm = open_engine(options.model, drafter, options.device)
         name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
         clock = StepClock(llm)
-        speculator = llm.engine.speculator
-        ways = [None] if speculator is None else options.follow or [None]
-        decides = None if speculator is None else speculator.follows
+        ways = [None] if llm.engine.speculator is None else options.follow or [None]
         for way, (kind, prompts) in itertools.product(ways, kinds.items()):
-            if speculator is not None:
-                forced = {"never": lambda works: False, "always": lambda works: True}
-                speculator.follows = forced.get(way, decides)
+            follow(llm, way)
             tok_s, more, answers = measure(llm, prompts, options.tokens, clock)
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
@@ -304,7 +310,7 @@ def main() -> None:
                 row["follow"] = way
             print(json.dumps(row | more), flush=True)
         print(f"# {drafter}: {time.monotonic() - begin:.0f} s", flush=True)
-        del llm, speculator, decides, clock
+        del llm, clock
 
 
 if __name__ == "__main__":
