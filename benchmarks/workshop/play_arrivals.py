@@ -31,6 +31,7 @@ MODEL = "preset:qwen3-8b:int4"
 # saw while no prompt waited, less those for the cached tokens
 STEPS = {1: 1.5, 4: 1.8, 8: 2.0, 16: 2.3, 32: 2.5, 48: 3.4, 64: 3.1, 128: 4.3, 192: 6.0, 256: 8.0}
 CACHED = 4.2e-5  # for a cached token: its keys and values at what `h200/kv-cache.jsonl` reads
+TOGETHER = 4096  # of prompts in a pass, where one gap in hundreds may be long
 PAIR = 1.5e-6  # for a pair of a prompt's new and cached tokens
 
 
@@ -73,9 +74,9 @@ def play(trace: list[Arrival], costs: Costs, *, tokens: int, turns: bool) -> dic
         BlockPool(40_000, 16),
         max_num_seqs=256,
         max_num_batched_tokens=16_640,
-        prompt_tokens_beside=tokens,
+        prompt_tokens_beside=TOGETHER if turns else tokens,
     )
-    scheduler.in_turns = turns
+    scheduler.turn_tokens = tokens if turns else None
     plain = SamplingParams().with_defaults({})
     coming = [
         Request(i, [i] * one.input, plain, seed=0, limit=one.input + one.output)

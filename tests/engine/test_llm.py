@@ -311,8 +311,8 @@ def test_a_server_takes_turns_where_passes_are_captured_and_nobody_guesses(given
     llm = LLM("preset:tiny", device="cpu", blocks=16, max_model_len=64, **given)
     scheduler = llm.engine.scheduler
     llm.pace_prompts()
-    assert not scheduler.in_turns, "no passes are captured on a CPU"
+    assert scheduler.turn_tokens is None, "no passes are captured on a CPU"
     llm.engine.runner.passes = SimpleNamespace(patient=False)
     llm.pace_prompts()
-    assert scheduler.in_turns == (not {"turns", "speculate"} & set(given)) and llm.engine.runner.passes.patient
-    assert not scheduler.in_turns or scheduler.prompt_tokens_beside == given.get("prompt_tokens_beside", TURN_TOKENS)
+    assert (scheduler.turn_tokens is None) == bool({"turns", "speculate"} & set(given)) and llm.engine.runner.passes.patient
+    assert scheduler.turn_tokens in (None, given.get("prompt_tokens_beside", TURN_TOKENS))

@@ -43,7 +43,7 @@ def test_requests_that_come_while_others_answer_are_served_by_captured_passes(tu
         if not captured:
             engine.runner.passes = None
         elif turns:
-            engine.scheduler.in_turns, engine.scheduler.prompt_tokens_beside = True, 512
+            engine.scheduler.turn_tokens = 512
             engine.runner.passes.warm_up()
             engine.runner.passes.warm_up_parts()
         requests = []

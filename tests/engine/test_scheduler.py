@@ -38,7 +38,7 @@ def play(scheduler, works):
        cancels=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=4), turns=st.booleans())
 def test_every_request_ends_within_budget_and_every_block_comes_back(arrivals, blocks, seqs, budget, cancels, turns):
     scheduler = make(blocks, 4, seqs, budget)
-    scheduler.in_turns = turns
+    scheduler.turn_tokens = budget if turns else None
     requests = [request(i, length, answer=answer) for i, (_, length, answer) in enumerate(arrivals)]
     coming = sorted(range(len(requests)), key=lambda i: (arrivals[i][0], i))
     for step in range(3000):
@@ -93,8 +93,8 @@ def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without()
 
 
 def test_answers_and_prompts_take_turns(monkeypatch):
-    scheduler = make(blocks=40_000, seqs=8, budget=16_384, prompt_tokens_beside=64)
-    scheduler.in_turns = True
+    scheduler = make(blocks=40_000, seqs=8, budget=16_384, prompt_tokens_beside=1000)
+    scheduler.turn_tokens = 64
     answering = [request(number, 3, answer=1000) for number in range(2)]
     for one in answering:
         scheduler.add(one)
@@ -122,6 +122,10 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     assert turns(65) == [63, 2], "no token is left that would pass for an answer"
     monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
     assert turns(100) == [48, 48, 4], "steps of many answers take longer"
+    scheduler.long_gaps = 3.0
+    assert turns(90) == [48, 42], "two passes are not worth a long gap"
+    assert turns(1200, 70) == [1000, 48, 48, 48, 48, 48, 30], "two answers have saved one long gap each"
+    assert scheduler.long_gaps == pytest.approx(1.0, abs=0.2)
     for _ in range(2):
         works = scheduler.schedule()
         assert [work.request for work in works] == answering, "where no prompt waits, every step is the answers'"

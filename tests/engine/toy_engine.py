@@ -103,7 +103,7 @@ def toy_engine(*, blocks: int = 64, captured: bool = False, turns: bool = False,
         engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)
         engine.runner.shared_steps = EagerSteps(engine.runner, 64, engine.runner.shared_rows)
     if turns:
-        engine.scheduler.in_turns = True
+        engine.scheduler.turn_tokens = engine.scheduler.prompt_tokens_beside
     return engine
 
 

@@ -70,7 +70,7 @@ def test_what_is_refused_is_said_and_disturbs_nobody(loop):
 def test_a_failing_step_ends_its_requests_and_not_the_loop(loop, monkeypatch, capsys):
     loop.say(Submit(1, PROMPT, GREEDY))
     with monkeypatch.context() as patch:
-        patch.setattr(loop.llm.decoder, "forward", lambda *_: 1 / 0)
+        patch.setattr(loop.engine.runner, "launch", lambda *_, **__: 1 / 0)
         step = loop.say()
     assert [(delta.key, delta.finish_reason) for delta in step.deltas] == [(1, FAILED)] and "zero" in step.deltas[0].stop_reason
     assert "ZeroDivisionError" in capsys.readouterr().err

@@ -303,9 +303,7 @@ class LLM:
             self.engine.runner.passes.patient = True
         by_time = self.beside is None and self.device.type == "cpu"
         scheduler.pace = Pace() if by_time else None
-        scheduler.in_turns = self.takes_turns
-        if scheduler.in_turns:
-            scheduler.prompt_tokens_beside = self.beside or TURN_TOKENS
+        scheduler.turn_tokens = (self.beside or TURN_TOKENS) if self.takes_turns else None
 
     @property
     def takes_turns(self) -> bool:

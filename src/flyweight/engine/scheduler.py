@@ -17,11 +17,12 @@ running answers; beside them prompts get a smaller share (`prompt_tokens_beside`
 prompt and answer so far (most of it usually from the prefix cache); that costs time but, unlike
 swapping, no memory and no copies.
 
-In turns (`in_turns`, a server on a GPU) steps of answers and passes of prompts alternate, the
-passes of up to `prompt_tokens_beside` tokens. A step of answers alone is captured whatever their
-number, and a pass of prompts alone is one of a few kinds, all captured before the first request
-(`passes.py`); a step of both would be of a new kind with every number of answers, and slower than
-the two. A reader sees the longest gap between two tokens: a step and a pass.
+In turns (`turn_tokens`, a server on a GPU) steps of answers and passes of prompts alternate, the
+passes of up to so many tokens. A step of answers alone is captured whatever their number, and a
+pass of prompts alone is one of a few kinds, all captured before the first request (`passes.py`); a
+step of both would be of a new kind with every number of answers, and slower than the two. A reader
+sees the longest gap between two tokens: a step and a pass. One gap in hundreds may be longer: then
+all prompts that wait are read at once, up to `prompt_tokens_beside` tokens.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone
 always fits.
@@ -48,6 +49,9 @@ PROMPT_LOGITS = 1024
 # steps of more take longer, since linears of more rows are other kernels: passes of prompts between
 # them are smaller by a quarter, so that gaps hardly grow
 MANY_ANSWERS = 64
+# one gap in so many may be long: answers save up for passes of all the prompts that wait, as after
+# a burst of requests; well below the one in a hundred that percentiles of gaps are looked at
+GAPS_A_LONG_ONE = 400
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
         self.pace: Pace | None = None  # a server's: bounds the share by time as well
-        self.in_turns = False  # a server's: answers and prompts in steps of their own
+        # a server's: answers and prompts in steps of their own, prompts in passes of so many tokens
+        self.turn_tokens: int | None = None
+        self.long_gaps = 0.0  # that answers have saved up
         self.prompts_next = False  # whose turn it is
         # of blocks, in the last step that answers had a part in: then nobody new may come in
         self.short = False
@@ -191,21 +197,44 @@ class Scheduler:
         if self.states is not None:
             self.states.begin_step()
         answering = any(request.missing == 1 and not request.complete for request in self.running)
-        if self.in_turns and answering and not drafts:
-            return self._take_turns()
+        if self.turn_tokens is not None and answering and not drafts:
+            return self._take_turns(self.turn_tokens)
         beside = (
             self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
         )
         return self._fill(beside if answering else self.max_num_batched_tokens, drafts or {})
 
-    def _take_turns(self) -> list[Work]:
+    def _take_turns(self, most: int) -> list[Work]:
         """A pass of prompts, if it is their turn and one waits, or a step of all answers."""
-        tokens = self.prompt_tokens_beside
-        if sum(request.missing == 1 for request in self.running) > MANY_ANSWERS:
-            tokens = 3 * tokens // 4
-        works = self._fill(tokens, {}, answers=False) if self.prompts_next else []
+        works = self._fill(self._pass_tokens(most), {}, answers=False) if self.prompts_next else []
         self.prompts_next = not works
-        return works or self._fill(0, {})
+        if works:
+            return works
+        works = self._fill(0, {})
+        saved = self.long_gaps + len(works) / GAPS_A_LONG_ONE
+        self.long_gaps = min(saved, float(self.max_num_seqs))
+        return works
+
+    def _pass_tokens(self, most: int) -> int:
+        """Of prompts: usually as many as hardly hold up answers, and all that wait where these have
+        saved enough gaps.
+        """
+        answers = sum(request.missing == 1 for request in self.running)
+        if answers > MANY_ANSWERS:
+            most = 3 * most // 4
+        if self.long_gaps < answers or self._waiting_tokens(2 * most) < 2 * most:
+            return most
+        self.long_gaps -= answers
+        return max(most, self.prompt_tokens_beside)
+
+    def _waiting_tokens(self, enough: int) -> int:
+        """Of prompts; counted as far as `enough`."""
+        found = sum(request.missing for request in self.running if request.missing > 1)
+        for request in self.waiting:
+            if found >= enough:
+                break
+            found += len(request.tokens)
+        return found
 
     def _fill(
         self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True
