@@ -30,7 +30,8 @@ class Table(Protocol):
 class Executor(Protocol):
     """Of a `NativeDecoder`, what a step needs."""
 
-    decoder: ctypes.Structure
+    @property
+    def decoder(self) -> ctypes.Structure: ...
 
     @property
     def vocabulary(self) -> int: ...
