@@ -1,8 +1,8 @@
 """Decode steps of a table of rows in one native call: what the table holds becomes a step there,
 and the likeliest tokens go back into it.
 
-Python's part of a step is then the same for one sequence and for many, and short: at six
-milliseconds a token, packing a batch and choosing tokens by torch's operations was a tenth of it.
+Python's part of a step is then the same for one sequence and for many, and short: at a few
+milliseconds a token, packing a batch and choosing tokens by torch's operations is felt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Table(Protocol):
 class Executor(Protocol):
     """Of a `NativeDecoder`, what a step needs."""
 
-    decoder: ctypes.Structure
+    @property
+    def decoder(self) -> ctypes.Structure: ...
 
     @property
     def vocabulary(self) -> int: ...
