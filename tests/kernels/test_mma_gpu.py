@@ -55,9 +55,11 @@ def test_a_norm_before_and_silu_or_a_residual_after(kind):
     norm = (1 + 0.1 * torch.randn(576, device="cuda")).bfloat16()
     x = torch.randn(300, 576, device="cuda").bfloat16()
     normed = torch.nn.functional.rms_norm(x.double(), (576,), norm.double(), 1e-6)
-    product = tensor.matmul_reference(normed)
-    gate, up = product.chunk(2, -1)
     gated = tiles.prepare(tensor, dtype=x.dtype, activation="silu")
+    product = tensor.matmul_reference(normed)
+    if gated.format.name == "fp8-wide":  # where no matrix unit takes float8 x stays as it is
+        product = normed @ tensor.dequantize(torch.float64).T
+    gate, up = product.chunk(2, -1)
     got = gemm_mma.multiply(gated, x, poisoned(300, 320, x.dtype), norm=Norm(norm, 1e-6))
     assert relative_error(got, torch.nn.functional.silu(gate) * up) < 3e-2
     residual = torch.randn(300, 640, device="cuda").bfloat16()

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 
 SMALL = MmaTile(2, 1, 1, 2, 1, 1.0)  # 32 outputs × 16 tokens
 WIDE = MmaTile(1, 2, 2, 2, 1, 1.0)  # the same outputs × 32 tokens, two warps beside each other
+LONG = MmaTile(1, 1, 1, 16, 1, 1.0)  # 16 outputs × 128 tokens of one warp
 AMPERE = gpu.Gpu(8, 6, 3, 101376, 102400)
 
 # Outputs and inputs that end inside a tile, rows that do not fill one, more tiles than thread blocks and fewer, stages of one block
@@ -25,6 +26,7 @@ CASES = [
     ("plain", 20, (40, 200), SMALL, LINE),
     ("int4:128", 33, (72, 640), WIDE, LINE),
     ("int4:32", 70, (200, 160), SMALL, WHOLE),
+    ("int4:128", 130, (24, 256), LONG, WHOLE),
     ("mxfp4", 33, (40, 160), SMALL, LINE),
     ("fp8-block", 17, (136, 256), SMALL, LINE),
     ("int8:64:symmetric", 18, (40, 192), WIDE, WHOLE),

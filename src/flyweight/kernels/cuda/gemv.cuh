@@ -66,7 +66,7 @@
 #define OWN_UNITS 1
 #endif
 #ifndef PREFETCHED
-#define PREFETCHED 0  // stages that are brought to L2 behind those in the ring, while it waits for inputs
+#define PREFETCHED 0  // stages that a producer brings to L2 while it waits for inputs
 #endif
 #if BALANCED
 #include "patience.cuh"
@@ -275,16 +275,6 @@ template <typename TileAt> struct OwnRing {
   }
   DEVICE void fill() {
     for (int i = 0; i < STAGES; i++) fetch(), advance();
-    if (PREFETCHED) prefetch();
-  }
-  // Brings the next PREFETCHED stages to L2: memory would have nothing to do until inputs are there.
-  DEVICE void prefetch() const {
-    for (int i = 0; i < min(PREFETCHED, left); i++) {
-      const int later = stage + i, block = later % TILE_STAGES * STAGE_BLOCKS + first;
-      const size_t index = place_of(tile_at(tile + later / TILE_STAGES)).weights;
-      if (lane * 128 < min(OWN_BLOCKS, slice.blocks - block) * BLOCK_BYTES)
-        prefetch_l2(a.weights + (index * BLOCKS + slice.first + block) * BLOCK_BYTES + lane * 128);
-    }
   }
   DEVICE const u8* wait() const {
     copy_wait<STAGES - 1>();

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
-from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels import dependent_launch, jit, tuned, workspace
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm import Packing, packed_size, packing_for, padded_rows
 from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, TiledWeight
-from flyweight.kernels.tuned import MmaTile
+from flyweight.kernels.tuned import MmaNumbers, MmaTile
 
 WHOLE, LINE = range(2)  # SPLIT of the source: whole tiles in turn, or all work cut evenly
 RESERVED = KB  # of shared memory, by the driver, for each thread block
@@ -31,7 +31,9 @@ DECLARED = 128  # bytes of it that the kernel declares itself
 LEAST_STAGES = 2
 MOST_STAGES = 6
 STAGE_BLOCKS = (4, 2, 1)
-FEW_TOKENS = 64  # tiles of so many tokens are bound by memory: their stages are long
+# Tiles of so many tokens are bound by memory: stages are long, and no weight is read twice.
+FEW_TOKENS = 64
+SHARED_COLUMNS = 8  # of a warp whose tile others have a part of: more leave no registers for it
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,17 @@ def plan(
     for one.
     """
     candidates = (tile,) if tile else tuned.of(device).mma.tiles
+    formats = (matrix.format.name,)
     found = [
         cut
         for one in candidates
-        if tokens in (None, one.tokens)
+        if tokens in (None, one.tokens) and matrix.format.name in (one.formats or formats)
         for how in ((WHOLE, LINE) if split is None else (split,))
+        if how == WHOLE or one.columns <= SHARED_COLUMNS
         if (cut := _fitted(matrix, rows, device, one, how))
     ]
-    return min(found, key=lambda cut: cut.microseconds, default=None)
+    once = [cut for cut in found if cut.tile.tokens >= min(rows, FEW_TOKENS)]
+    return min(once or found, key=lambda cut: cut.microseconds, default=None)
 
 
 def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -> Cut | None:
@@ -132,9 +137,19 @@ def estimate(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> float:
     rate = numbers.rates[matrix.format.name] * tile.speed / tile.blocks
     one = tile.outputs * tile.tokens * matrix.in_features / rate
     rounds = tiles / slots if cut.split == LINE else math.ceil(tiles / slots)
-    handed_over = numbers.line_us if cut.split == LINE else 0.0
     read = matrix.tiles * matrix.blocks * matrix.format.block_bytes / numbers.bandwidth
-    return max(rounds * one + numbers.tile_us * math.ceil(rounds), read) + handed_over
+    early = numbers.beside_us if tile.beside and dependent_launch.enabled else 0.0
+    worked = max(rounds * one + numbers.tile_us * math.ceil(rounds), read)
+    return worked + (_handed_over(tile, slots / tiles, numbers) if cut.split == LINE else 0) - early
+
+
+def _handed_over(tile: MmaTile, others: float, numbers: MmaNumbers) -> float:
+    """Microseconds until a thread block has the sums of so many `others`: it asks for those of some
+    at a time (`take_partials` of the source).
+    """
+    pieces = tile.per_warp * tile.columns
+    at_once = 16 if tile.threads * tile.ctas <= 256 and pieces <= 16 else 8
+    return numbers.line_us + numbers.trip_us * max(1.0, max(1.0, others) * pieces / at_once)
 
 
 @dataclass(frozen=True)

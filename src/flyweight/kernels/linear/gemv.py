@@ -261,9 +261,9 @@ def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | No
 
 
 def _prefetch(matrix: Matrix, chosen: Plan, device: Gpu) -> dict[str, int]:
-    """Stages that come to L2 while the ring is full and x is not there."""
+    """Stages that a producer brings to L2 while the ring is full and x is not there."""
     size = chosen.stage_blocks * matrix.format.block_bytes
-    stages = tuned.of(device).gemv.prefetch_bytes // size
+    stages = 0 if chosen.own_units else tuned.of(device).gemv.prefetch_bytes // size
     return {"PREFETCHED": stages} if stages else {}
 
 

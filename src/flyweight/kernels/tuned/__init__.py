@@ -145,6 +145,7 @@ class MmaTile:
     ctas: int  # on an SM
     speed: float  # of the format's rate
     beside: bool = False  # one to an SM, with room for the next kernel's: `ctas` is 2
+    formats: tuple[str, ...] = ()  # that it is for; all
 
     @property
     def blocks(self) -> int:
@@ -171,7 +172,9 @@ class MmaNumbers:
     source: str
     rates: dict[str, float]
     bandwidth: float  # bytes of weights in a microsecond
-    line_us: float
+    line_us: float  # handing sums over, and each trip to memory for them
+    trip_us: float
+    beside_us: float  # gained by beginning while the kernel before runs
     tile_us: float
     tiles: tuple[MmaTile, ...]
 
@@ -301,7 +304,8 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mma(table: dict[str, Any]) -> MmaNumbers:
-    tiles = tuple(MmaTile(*row) for row in table["tiles"])
+    rows = table["tiles"]
+    tiles = tuple(MmaTile(*row[:7], *(tuple(formats) for formats in row[7:])) for row in rows)
     return MmaNumbers(**table | {"tiles": tiles})
 
 
