@@ -199,11 +199,9 @@ def table(rows: list[dict], environment: dict) -> str:
     rounds = len(rows) // sum(2 * workload.turns for workload in WORKLOADS)
     lines = [
         f"{environment['device']}, {environment['threads']} threads, float32, torch "
-        f"{environment['torch']}, "
-        f"transformers {environment['packages']['transformers']}. Tokens per second, medians "
-        f"of {rounds} rounds (least to "
-        f"most). Weights in memory: transformers {sizes['transformers']:.0f} MB, Flyweight "
-        f"{sizes['flyweight']:.0f} MB.",
+        f"{environment['torch']}, transformers {environment['packages']['transformers']}. Tokens "
+        f"per second, medians of {rounds} rounds (least to most). Weights in memory: transformers "
+        f"{sizes['transformers']:.0f} MB, Flyweight {sizes['flyweight']:.0f} MB.",
         "",
         "| workload | transformers | Flyweight | ratio | ratio of CPU time |",
         "|---|---|---|---|---|",

@@ -143,8 +143,7 @@ def main() -> None:
     for row in rows[1:]:
         print(
             f"{row['format']:16} {row['threads']:3} threads {row['rows']:4} rows "
-            f"{row['milliseconds']:8.3f} ms "
-            f"{row['gb_s']:6.1f} GB/s {row['share']:5.0%}"
+            f"{row['milliseconds']:8.3f} ms {row['gb_s']:6.1f} GB/s {row['share']:5.0%}"
         )
     if options.output:
         options.output.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -110,8 +110,7 @@ def quality_lines(results: Results) -> list[str]:
             ]
         lines.append(
             f"| {tool} | {scheme} | {rows[0]['bits_per_weight']:.3f} | "
-            f"{mean(rows, 'perplexity'):.4f} "
-            f"| {' | '.join(compared)} | {len(rows)} |"
+            f"{mean(rows, 'perplexity'):.4f} | {' | '.join(compared)} | {len(rows)} |"
         )
     return lines
 

@@ -353,9 +353,8 @@ def provenance(results: Results) -> list[Block]:
     return [
         Heading("Of which code these rows are"),
         Paragraph(
-            "The last column: whether the code that a row's figures are of has changed "
-            "since its commit; "
-            "a commit that ends in -dirty had changes of its own."
+            "The last column: whether the code that a row's figures are of has changed since its "
+            "commit; a commit that ends in -dirty had changes of its own."
         ),
         Table(
             "", ("Bench", "Model", "Rows", "last measured", "Commit", "Its code now"), tuple(lines)

@@ -72,9 +72,8 @@ def pick_device(name: str | torch.device | None) -> torch.device:
     if kind == "cuda" and int(index or 0) >= count:
         raise OptionError(
             f"--device {name}: torch {torch.__version__} finds {count or 'no'} CUDA "
-            f"GPU{'s' if count > 1 else ''} "
-            f"here; {f'cuda:0 to cuda:{count - 1}' if count else '--device cpu'} "
-            f"will do"
+            f"GPU{'s' if count > 1 else ''} here; "
+            f"{f'cuda:0 to cuda:{count - 1}' if count else '--device cpu'} will do"
         )
     if kind == "cuda" and (reason := unsupported_gpu(int(index or 0))):
         raise OptionError(f"--device {name}: {reason}")

@@ -28,8 +28,7 @@ class Native:
     def __init__(self, model: str, options: EngineOptions):
         if options.tensor_parallel > 1:
             raise UnsupportedError(
-                "the native engine runs on one GPU; for more: --backend vllm "
-                "--tensor-parallel "
+                "the native engine runs on one GPU; for more: --backend vllm --tensor-parallel "
                 f"{options.tensor_parallel}"
             )
         if options.quantization:

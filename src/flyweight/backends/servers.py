@@ -62,9 +62,8 @@ class Server(OpenAI):
         while clock() - begin < PATIENCE:
             if self.process is None or self.process.poll() is not None:
                 raise ResultError(
-                    f"{self.name} ended before it answered: "
-                    f"{last_line(Path(self.log.name))} (all of it: "
-                    f"{self.log.name})"
+                    f"{self.name} ended before it answered: {last_line(Path(self.log.name))} (all "
+                    f"of it: {self.log.name})"
                 )
             with contextlib.suppress(
                 OSError, HttpError, ConnectionError, asyncio.IncompleteReadError

@@ -103,8 +103,7 @@ class Transformers:
             )
         except ImportError as error:
             raise MissingPackageError(
-                f"transformers cannot load {self.model} without another "
-                f"package "
+                f"transformers cannot load {self.model} without another package "
                 f"({str(error).strip().splitlines()[0]})"
             ) from error
 

@@ -303,7 +303,6 @@ def line(row: Row) -> str:
         return f"{title}: {row['status']}: {'; '.join([row['reason'], *row.get('flags', [])])}"
     tpot = f"{row['tpot_ms']['p50']:.2f} ms" if row["tpot_ms"] else "–"
     return (
-        f"{title}: {row['completed']} of {row['requests']}, TTFT p50 "
-        f"{row['ttft_ms']['p50']:.1f} ms, TPOT p50 {tpot}, "
-        f"{row['output_tok_s']:.1f} tok/s, {row['attained']:.0%} good"
+        f"{title}: {row['completed']} of {row['requests']}, TTFT p50 {row['ttft_ms']['p50']:.1f} "
+        f"ms, TPOT p50 {tpot}, {row['output_tok_s']:.1f} tok/s, {row['attained']:.0%} good"
     )

@@ -141,9 +141,8 @@ class GGUF:
         count = self.metadata.get("split.count", 0)
         if count > 1 and count != len(self.paths):
             raise UnsupportedError(
-                f"{self.path}: one of {count} parts whose names do not tell "
-                f"the others; join them with "
-                "`llama-gguf-split --merge`"
+                f"{self.path}: one of {count} parts whose names do not tell the others; join them "
+                "with `llama-gguf-split --merge`"
             )
 
     def setting(self, name: str, default: Any = None) -> Any:

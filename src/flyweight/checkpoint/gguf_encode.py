@@ -46,10 +46,8 @@ def encode_stored(weight: QuantTensor, *, where: str) -> tuple[str, Tensor]:
         half = weight.weight.half()
         if not torch.equal(half.to(weight.weight.dtype), weight.weight):
             raise UnsupportedError(
-                f"{where}: its "
-                f"{str(weight.weight.dtype).removeprefix('torch.')} weights do "
-                f"not all fit "
-                "into F16; --dtype F16 rounds them"
+                f"{where}: its {str(weight.weight.dtype).removeprefix('torch.')} weights do not "
+                "all fit into F16; --dtype F16 rounds them"
             )
         return "F16", half
     if isinstance(weight, IntGroup):
@@ -91,9 +89,8 @@ def encode_integers(weight: IntGroup, where: str) -> tuple[str, Tensor]:
     least = -scale * weight.zeros.float().repeat_interleave(each, 1)
     if not torch.equal(least.half().float(), least):
         raise UnsupportedError(
-            f"{where}: scale · zero point of some groups does not fit into the "
-            f"float16 of Q4_1; use a "
-            "symmetric scheme, or --dtype Q8_0, which rounds the weights"
+            f"{where}: scale · zero point of some groups does not fit into the float16 of Q4_1; "
+            "use a symmetric scheme, or --dtype Q8_0, which rounds the weights"
         )
     return "Q4_1", torch.cat([halves(scale), halves(least), two_to_a_byte(codes, 16)], -1).flatten(
         1

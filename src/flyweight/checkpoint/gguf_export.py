@@ -92,8 +92,7 @@ def architecture_of(checkpoint: Checkpoint) -> str:
     kind = str(checkpoint.config.get("model_type"))
     if kind not in WRITTEN:
         raise UnsupportedError(
-            f"{checkpoint.folder}: {kind} models are not written as GGUF; "
-            f"these are: "
+            f"{checkpoint.folder}: {kind} models are not written as GGUF; these are: "
             f"{', '.join(WRITTEN)}"
         )
     return kind

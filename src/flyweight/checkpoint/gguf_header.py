@@ -74,8 +74,7 @@ def read_table(path: Path) -> dict[str, Stored]:
         if stored.offset + stored.nbytes > size:
             raise CheckpointError(
                 f"{path}: truncated: tensor {name!r} ends at byte "
-                f"{stored.offset + stored.nbytes:,}, but the "
-                f"file at {size:,}; get it again"
+                f"{stored.offset + stored.nbytes:,}, but the file at {size:,}; get it again"
             )
     return table
 
@@ -199,7 +198,6 @@ class Header:
 
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: truncated or damaged GGUF file: its header claims "
-            f"{what}, but the file has "
-            f"{self.size:,} bytes; get it again"
+            f"{self.path}: truncated or damaged GGUF file: its header claims {what}, but the file "
+            f"has {self.size:,} bytes; get it again"
         )

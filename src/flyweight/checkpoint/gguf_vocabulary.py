@@ -82,8 +82,7 @@ def pattern_name(data: dict[str, Any], where: str) -> str:
     )
     if found is None or not any(step.get("type") == "ByteLevel" for step in steps):
         raise UnsupportedError(
-            f"{where}: it cuts texts into words in a way that has no name in "
-            f"GGUF: "
+            f"{where}: it cuts texts into words in a way that has no name in GGUF: "
             f"{json.dumps(before)[:100]}"
         )
     return found

@@ -210,8 +210,7 @@ def _made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
                 make(folder, Path(scratch))
     except OSError as error:
         raise CheckpointError(
-            f"{cache_folder()}: cannot be written ({error.strerror or error}); "
-            f"make room, or set "
+            f"{cache_folder()}: cannot be written ({error.strerror or error}); make room, or set "
             "FLYWEIGHT_CACHE to another folder"
         ) from error
     return folder
@@ -314,9 +313,8 @@ def _from_hub(name: str) -> Path:
         raise _hub_error(name, error, offline=constants.HF_HUB_OFFLINE) from error
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedError(
-            f"hub model {name!r} has no safetensors weights; other files are "
-            f"never read, but a GGUF file "
-            f"is: {name}:Q4_K_M, say"
+            f"hub model {name!r} has no safetensors weights; other files are never read, but a "
+            f"GGUF file is: {name}:Q4_K_M, say"
         )
     return folder
 

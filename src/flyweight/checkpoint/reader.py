@@ -129,9 +129,8 @@ class Checkpoint:
             raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
         if name not in self._used and not is_finite(tensor):
             raise CheckpointError(
-                f"{file}: tensor {name!r} holds NaN or infinity: the file is "
-                f"damaged, or the model never "
-                "fitted its dtype; get or convert it again"
+                f"{file}: tensor {name!r} holds NaN or infinity: the file is damaged, or the model "
+                "never fitted its dtype; get or convert it again"
             )
         self._used.add(name)
         return tensor
@@ -158,9 +157,8 @@ class Checkpoint:
         entry = self.entry(name)
         if entry.shape != tuple(shape):
             raise CheckpointError(
-                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, "
-                f"but config.json implies "
-                f"{list(shape)}"
+                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, but config.json "
+                f"implies {list(shape)}"
             )
         return self.tensor(name)
 
@@ -223,8 +221,7 @@ class Checkpoint:
         )
         raise CheckpointError(
             f"{self.entries[left[0]].file}: without a place in the model: "
-            f"{', '.join(left[:3])}{more}; "
-            f"looks like {guess}"
+            f"{', '.join(left[:3])}{more}; looks like {guess}"
         )
 
     # -- the rest of the folder --------------------------------------------------------------------
@@ -305,9 +302,8 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path.parent}: no {path.name}; a model folder holds config.json, "
-            f"safetensors files and a "
-            "tokenizer"
+            f"{path.parent}: no {path.name}; a model folder holds config.json, safetensors files "
+            "and a tokenizer"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
@@ -342,10 +338,8 @@ def _weight_files(folder: Path) -> list[Path]:
     )
     if pickles:
         raise CheckpointError(
-            f"{folder}: only pickle files ({pickles[0]}), which can run code "
-            f"when opened, so they are never "
-            "read; convert them: transformers' `save_pretrained` writes "
-            "safetensors"
+            f"{folder}: only pickle files ({pickles[0]}), which can run code when opened, so they "
+            "are never read; convert them: transformers' `save_pretrained` writes safetensors"
         )
     raise CheckpointError(f"{folder}: no safetensors files")
 
@@ -366,9 +360,8 @@ def _indexed_files(folder: Path) -> list[Path]:
     for name, file in weight_map.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{folder / INDEX}: tensor {name!r} is said to be in {file!r}: "
-                f"only safetensors files of the "
-                "same folder are read"
+                f"{folder / INDEX}: tensor {name!r} is said to be in {file!r}: only safetensors "
+                "files of the same folder are read"
             )
         if not (folder / file).exists():
             raise CheckpointError(
@@ -434,9 +427,8 @@ def read_header(file: Path) -> dict[str, Entry]:
     last = max(ends, key=lambda name: ends[name], default=None)
     if last is not None and ends[last] > size:
         raise CheckpointError(
-            f"{file}: truncated: tensor {last!r} ends at byte {ends[last]:,}, "
-            f"but the file at {size:,}; "
-            "get it again"
+            f"{file}: truncated: tensor {last!r} ends at byte {ends[last]:,}, but the file at "
+            f"{size:,}; get it again"
         )
     return entries
 

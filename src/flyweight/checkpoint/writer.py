@@ -169,9 +169,8 @@ class CheckpointWriter:
         made_for = self._made_for(note)
         if self._resume and made_for not in (None, fingerprint):
             raise OptionError(
-                f"{self.staging} holds the unfinished work of another recipe or "
-                f"model; delete it, or run without "
-                "--resume to start over"
+                f"{self.staging} holds the unfinished work of another recipe or model; delete it, "
+                "or run without --resume to start over"
             )
         if not self._resume or made_for is None:
             for path in self.staging.iterdir():
@@ -193,9 +192,8 @@ class CheckpointWriter:
             if not self._resume:  # it is thrown away
                 return None
             raise OptionError(
-                f"{note}: damaged ({error}), so what is beside it cannot be "
-                f"continued; run without --resume to "
-                "start over"
+                f"{note}: damaged ({error}), so what is beside it cannot be continued; run without "
+                "--resume to start over"
             ) from error
 
     def _shard_path(self, number: int) -> Path:
@@ -231,9 +229,8 @@ class CheckpointWriter:
             kept = "; finished shards are kept for --resume" if self._resume else ""
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ResourceError(
-                f"{self.target}: cannot write {what} ({reason}){kept}; make room, "
-                f"or choose another "
-                "place"
+                f"{self.target}: cannot write {what} ({reason}){kept}; make room, or choose "
+                "another place"
             ) from error
 
 

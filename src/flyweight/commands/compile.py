@@ -172,7 +172,6 @@ def show(done: Compiled, architecture: str, *, as_json: bool) -> None:
         )
     else:
         typer.echo(
-            f"{done.kernels} kernels for {architecture} in {done.folder}: "
-            f"{done.fresh} compiled in {done.seconds:.0f} s, "
-            f"{done.kernels - done.fresh} were there"
+            f"{done.kernels} kernels for {architecture} in {done.folder}: {done.fresh} compiled in "
+            f"{done.seconds:.0f} s, {done.kernels - done.fresh} were there"
         )

@@ -29,11 +29,9 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="With plain: float32, float16 or bfloat16 (the "
-            "model's own). With gguf: "
-            "F16, Q8_0, Q6_K, Q4_K or Q4_0, to which "
-            "weights are rounded (default: "
-            "stored, nothing is rounded)."
+            help="With plain: float32, float16 or bfloat16 (the model's own). With gguf: F16, "
+            "Q8_0, Q6_K, Q4_K or Q4_0, to which weights are rounded (default: stored, nothing is "
+            "rounded)."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to do the arithmetic: cpu or cuda.")] = "cpu",
@@ -103,6 +101,5 @@ def convert(
     modules = ", ".join(f"{count} {kind}" for kind, count in result.modules.items())
     Console(highlight=False, soft_wrap=True).print(
         f"[bold]{result.target}[/]: {modules} modules as {result.format}, "
-        f"{decimal(result.bytes_before)} → "
-        f"{decimal(result.bytes_after)}"
+        f"{decimal(result.bytes_before)} → {decimal(result.bytes_after)}"
     )

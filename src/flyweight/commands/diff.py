@@ -84,9 +84,8 @@ def show(comparison: Comparison, *, tolerance: float, every: bool) -> None:
         else ""
     )
     typer.echo(
-        f"{counts['worse']} worse, {counts['better']} better, {counts['same']} the same "
-        f"within {tolerance:.1%}{alone} "
-        "(medians, one-sided Mann–Whitney, p ≤ 0.05)"
+        f"{counts['worse']} worse, {counts['better']} better, {counts['same']} the same within "
+        f"{tolerance:.1%}{alone} (medians, one-sided Mann–Whitney, p ≤ 0.05)"
     )
 
 

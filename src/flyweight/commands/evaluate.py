@@ -46,9 +46,8 @@ def evaluate(
     head: Annotated[
         str | None,
         typer.Option(
-            help="Bits of the head of every model but the original: int8, int4 or stored; "
-            "default: as "
-            "each asks for, else as stored."
+            help="Bits of the head of every model but the original: int8, int4 or stored; default: "
+            "as each asks for, else as stored."
         ),
     ] = None,
     device: Device = None,
@@ -220,8 +219,7 @@ def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
                 if "kl" not in row
                 else (
                     f"{100 * math.expm1(row['log_ratio']):+.2f} ± "
-                    f"{100 * row['log_ratio_error']:.2f} "
-                    f"%",
+                    f"{100 * row['log_ratio_error']:.2f} %",
                     f"{row['kl']:.5f}",
                     f"{100 * row['top1_agreement']:.2f} %",
                 )
@@ -238,8 +236,7 @@ def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
     beginning = "BOS before each window" if row["bos"] else "no BOS"
     typer.echo(
         f"{row['tokens']:,} tokens scored, window {row['window']}, stride {row['stride']}, "
-        f"{beginning}, "
-        f"{row['seconds']:.1f} s, {row['tokens_per_second']:.1f} tok/s"
+        f"{beginning}, {row['seconds']:.1f} s, {row['tokens_per_second']:.1f} tok/s"
     )
 
 

@@ -197,9 +197,8 @@ def _show(
     bits = ", ".join(f"{scheme} {bits:.2f}" for scheme, bits in summary.bits_by_scheme().items())
     tied = "tied" if summary.tied_embeddings else "not tied"
     facts = {
-        "architecture": f"{summary.architecture}, {summary.layers} layers, "
-        f"hidden {summary.hidden_size}, "
-        f"{summary.heads} heads / {summary.kv_heads} KV heads",
+        "architecture": f"{summary.architecture}, {summary.layers} layers, hidden "
+        f"{summary.hidden_size}, {summary.heads} heads / {summary.kv_heads} KV heads",
         "parameters": f"{summary.parameters / 1e6:,.1f} M, {summary.dtype}, embeddings {tied}",
         "quantization": summary.quantization or "none",
         "runs here": f"no: {why_not}" if why_not else "yes",
@@ -216,9 +215,8 @@ def _show(
         facts["offload"] = (
             f"--offload {streamed.layers}: {streamed.layers} of {streamed.of} layers "
             f"({decimal(streamed.host_bytes)}) in the host's memory free "
-            f"{decimal(streamed.freed_bytes)}; at most "
-            f"{streamed.limit_tok_s:,.1f} tokens/s, {streamed.bus_gb_s:,.1f} GB/s measured over "
-            f"the bus"
+            f"{decimal(streamed.freed_bytes)}; at most {streamed.limit_tok_s:,.1f} tokens/s, "
+            f"{streamed.bus_gb_s:,.1f} GB/s measured over the bus"
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for name, value in facts.items():

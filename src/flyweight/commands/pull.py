@@ -19,19 +19,16 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            help="A name (smollm2-135m), a hub id (owner/name, or "
-            "owner/name:Q4_K_M for a "
-            "GGUF file), a GGUF file or a folder."
+            help="A name (smollm2-135m), a hub id (owner/name, or owner/name:Q4_K_M for a GGUF "
+            "file), a GGUF file or a folder."
         ),
     ],
     output: Annotated[Path | None, typer.Option(help="Put a copy of the folder here.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Write a GGUF's weights out in float16 or "
-            "float32, as other programs "
-            "read them (default: they stay as they "
-            "are)."
+            help="Write a GGUF's weights out in float16 or float32, as other programs read them "
+            "(default: they stay as they are)."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

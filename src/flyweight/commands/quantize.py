@@ -198,9 +198,8 @@ def rounded_before(model: str) -> str | None:
         return None
     return (
         f"note: {model} comes from {source['file']}, which stores weights in "
-        f"{source['bits_per_weight']:.1f} bits (mostly "
-        f"{source['type']}): they were rounded before, so what this scheme costs on "
-        f"full-precision weights will be more"
+        f"{source['bits_per_weight']:.1f} bits (mostly {source['type']}): they were rounded "
+        "before, so what this scheme costs on full-precision weights will be more"
     )
 
 
@@ -300,9 +299,8 @@ def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_jso
         ("scheme", f"{summary.scheme}, written as {summary.format}"),
         (
             "bits per weight",
-            f"{summary.bits_per_weight:.3f} in the layers (scales and "
-            f"codebooks included)"
-            f"{whole_file(summary)}",
+            f"{summary.bits_per_weight:.3f} in the layers (scales and codebooks "
+            f"included){whole_file(summary)}",
         ),
         ("size", f"{summary.bytes_before / 1e6:,.1f} MB → {summary.bytes_after / 1e6:,.1f} MB"),
         ("layer error, mean", f"{summary.mean_error:.2e} of the output's energy"),
@@ -314,8 +312,7 @@ def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_jso
         rows.append(
             (
                 "perplexity",
-                f"{before['perplexity']:.4f} → {after['perplexity']:.4f} "
-                f"({change:+.2f} %, "
+                f"{before['perplexity']:.4f} → {after['perplexity']:.4f} ({change:+.2f} %, "
                 f"{before['tokens']:,} tokens)",
             )
         )

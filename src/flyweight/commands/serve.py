@@ -53,8 +53,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="A name that clients call this server by, beside its addresses; may be repeated. "
-            "* "
-            "for any."
+            "* for any."
         ),
     ] = None,
     served_name: Annotated[
@@ -73,9 +72,8 @@ def serve(
         typer.Option(
             min=1,
             help="Of prompts, most tokens between two steps of answers, or in one step beside "
-            "them: fewer make gaps smaller, first tokens later. "
-            "Default: 512, without turns 4096; on a CPU as many as keep gaps within three "
-            "times the usual one, at most 512.",
+            "them: fewer make gaps smaller, first tokens later. Default: 512, without turns 4096; "
+            "on a CPU as many as keep gaps within three times the usual one, at most 512.",
         ),
     ] = None,
     turns: Annotated[
@@ -183,8 +181,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="A word for the engine's own command line, such as =--nnodes=2 (vllm, sglang); "
-            "again "
-            "for more."
+            "again for more."
         ),
     ] = None,
 ) -> None:
@@ -266,11 +263,9 @@ def serve(
     several = max(tensor_parallel or 1, pipeline_parallel or 1, data_parallel or 1) > 1
     if several or quantization or engine_argument:
         raise OptionError(
-            "--tensor-parallel, --pipeline-parallel, --data-parallel, "
-            "--quantization and --engine-argument are for "
-            "--backend vllm or sglang: the native engine runs on one GPU, and takes "
-            "the quantization from the "
-            "model's own files"
+            "--tensor-parallel, --pipeline-parallel, --data-parallel, --quantization and "
+            "--engine-argument are for --backend vllm or sglang: the native engine runs on one "
+            "GPU, and takes the quantization from the model's own files"
         )
     if embeddings not in (None, "mean", "last"):
         raise OptionError(unknown("--embeddings", embeddings or "", ["mean", "last"]))

@@ -341,9 +341,8 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token")
         if len(prompt) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but the context holds "
-                f"{self.max_model_len} and the "
-                "answer needs room too; shorten the prompt or raise max_model_len"
+                f"the prompt has {len(prompt)} tokens, but the context holds {self.max_model_len} "
+                "and the answer needs room too; shorten the prompt or raise max_model_len"
             )
         for kind, ids in (
             ("the prompt", prompt),

@@ -543,10 +543,8 @@ class LLM:
         if not given:
             return replace(params, max_tokens=room)
         raise RequestError(
-            f"the prompt has {len(tokens)} tokens and max_tokens asks for "
-            f"{params.max_tokens} more, but the context holds {context}; ask for "
-            f"at most "
-            f"{room}, or raise max_model_len"
+            f"the prompt has {len(tokens)} tokens and max_tokens asks for {params.max_tokens} "
+            f"more, but the context holds {context}; ask for at most {room}, or raise max_model_len"
         )
 
     def _chunks(self, prepared: Prepared, requests: list[Request]) -> Generator[Chunk, None, None]:

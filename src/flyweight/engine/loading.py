@@ -126,8 +126,7 @@ def refuse_speculation(wanted: Speculation, name: str) -> None:
     if wanted.kind != "off":
         raise OptionError(
             f"speculate: the layers of {name} keep a state that a wrong guess could not be taken "
-            f"out of again; "
-            "leave it out"
+            "out of again; leave it out"
         )
 
 

@@ -234,11 +234,9 @@ def count_blocks(
     if longest * block_bytes > budget:
         fits = max(budget, 0) // block_bytes * block_size
         raise ResourceError(
-            f"a context of {context} tokens needs "
-            f"{longest * block_bytes / 1e9:.2f} GB of KV cache, but "
-            f"memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB, "
-            f"enough for {fits:,} tokens; lower "
-            "max_model_len"
+            f"a context of {context} tokens needs {longest * block_bytes / 1e9:.2f} GB of KV "
+            f"cache, but memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB, enough "
+            f"for {fits:,} tokens; lower max_model_len"
         )
     return min(longest * sequences, budget // block_bytes)
 

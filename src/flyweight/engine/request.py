@@ -131,8 +131,7 @@ def check_field(name: str, value: Any) -> None:
         kind: type = str if name == "stop" else int
         if bad := [item for item in value if not isinstance(item, kind) or item == ""]:
             raise RequestError(
-                f"{name} must hold "
-                f"{'non-empty strings' if kind is str else 'token ids'}, not "
+                f"{name} must hold {'non-empty strings' if kind is str else 'token ids'}, not "
                 f"{bad[0]!r}"
             )
         return

@@ -149,8 +149,7 @@ class Scheduler:
     ):
         if max_num_batched_tokens < max_num_seqs:
             raise OptionError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at "
-                f"least max_num_seqs "
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({max_num_seqs}), or some answers would never move"
             )
         self.pool = pool

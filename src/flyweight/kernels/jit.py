@@ -338,8 +338,7 @@ class Kernel:
                 raise stalled
             raise KernelError(
                 f"{self.name} was not launched (grid {grid}, {block} threads, {shared} bytes of "
-                f"shared memory, "
-                f"cluster {cluster}): {status}"
+                f"shared memory, cluster {cluster}): {status}"
             )
         if link is not None:
             link.close()

@@ -110,9 +110,8 @@ class BlockStore:
             ]
         except (ValueError, TypeError) as error:
             raise OptionError(
-                f"{note}: damaged ({error}), so what is beside it cannot be "
-                f"continued; run without --resume to "
-                "start over"
+                f"{note}: damaged ({error}), so what is beside it cannot be continued; run without "
+                "--resume to start over"
             ) from error
         if differing:
             raise OptionError(
@@ -165,18 +164,16 @@ class BlockStore:
             self.verified.add(name)
         except (OSError, SafetensorError) as error:
             raise ResourceError(
-                f"{self.folder}: cannot write {name} ({error}); finished blocks "
-                f"are kept: free some disk and run "
-                "again with --resume"
+                f"{self.folder}: cannot write {name} ({error}); finished blocks are kept: free "
+                "some disk and run again with --resume"
             ) from error
 
     def load(self, name: str) -> FinishedBlock:
         if not self._intact(name):
             self._discard(name)
             raise ResourceError(
-                f"{self.path(name)}: damaged since it was written, and removed; "
-                f"run again with --resume to make "
-                "it again"
+                f"{self.path(name)}: damaged since it was written, and removed; run again with "
+                "--resume to make it again"
             )
         with safe_open(self.path(name), framework="pt") as file:
             notes = json.loads(file.metadata()["notes"])

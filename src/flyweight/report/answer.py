@@ -57,8 +57,7 @@ def answer(results: Results, baseline: str | None = None) -> list[Block]:
         make_table("The fastest scheme of each model, within what it may cost", SHORT, lines),
         Paragraph(
             f"{RULE} Where perplexity was not measured (random weights have none) the fastest is "
-            "shown, and none is "
-            "recommended."
+            "shown, and none is recommended."
         ),
     ]
 
@@ -174,8 +173,7 @@ def conditions(variants: Sequence[Record]) -> str:
         text = f"{judged.get('tokens') or '?'} tokens of {judged.get('text') or 'a text'}"
         parts.append(
             f"Quality: {text} (± is the standard error; a change is paired token by token where "
-            "the "
-            "rows tell)."
+            "the rows tell)."
         )
     if any(str(one.get("checkpoint")).startswith("random") for one in variants):
         parts.append("Random weights: they have a speed and no quality.")

@@ -17,9 +17,8 @@ from flyweight.report.units import plain
 
 FRONT = (
     "Right and down is better; the area is the size in GB. Ringed points are on the Pareto front "
-    "of all three; the dotted "
-    "line is the front of quality and speed alone. Each point is one checkpoint, all of its "
-    "figures measured on it."
+    "of all three; the dotted line is the front of quality and speed alone. Each point is one "
+    "checkpoint, all of its figures measured on it."
 )
 
 # Kernels of bench/peers.py, whose own table needs torch. Ours on a CPU have names of torch, too.

@@ -150,9 +150,8 @@ def limits(results: Results) -> list[Block]:
             Heading("Beside vLLM and the limit" if peers else "Beside the memory's limit"),
             Paragraph(
                 "The limit is the rate at which the weights and the KV cache of the mean context "
-                "could be read at the measured copy "
-                "bandwidth, once a step; reading alone is a few percent faster than copying, so "
-                "shares just over 100 % occur."
+                "could be read at the measured copy bandwidth, once a step; reading alone is a few "
+                "percent faster than copying, so shares just over 100 % occur."
             ),
             *blocks,
         ]
@@ -218,9 +217,8 @@ def step_table(results: Results) -> list[Block]:
             *tables,
             Paragraph(
                 "`step` is the wall clock of the engine; the parts are from a recording, each "
-                "kernel charged with the time by which it "
-                "is the last to end, because launches overlap. The host works beside the device: "
-                "it is in the way only where it takes "
+                "kernel charged with the time by which it is the last to end, because launches "
+                "overlap. The host works beside the device: it is in the way only where it takes "
                 "longer than the step."
             ),
         ]

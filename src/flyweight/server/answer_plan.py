@@ -56,8 +56,7 @@ def plan_answer(
     if form is None:
         warnings.append(
             "this model's chat template is of no format of tool calls that is known: they come "
-            "back as text; "
-            "the server's --tool-parser names one"
+            "back as text; the server's --tool-parser names one"
         )
         return AnswerPlan(guided(guide, words, thinking), thinking, warnings=warnings)
     if guide is not None and guide.rule is None and not required:
@@ -102,8 +101,7 @@ def in_channels(
     if guide is not None and guide.rule is None:
         raise BadRequest(
             "a grammar or a structural tag cannot be combined with this model's channels; use "
-            "JSON, regex or "
-            "choice",
+            "JSON, regex or choice",
             param="response_format",
         )
     tools = [] if choice.mode == "none" else choice.tools

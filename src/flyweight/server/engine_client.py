@@ -302,8 +302,7 @@ class EngineClient:
         if self.in_flight + wanted > self.capacity:
             raise QueueFull(
                 f"the queue is full: {self.in_flight} samples run or wait and {wanted} more would "
-                "be over the limit "
-                f"of {self.capacity}",
+                f"be over the limit of {self.capacity}",
                 retry_after=self.retry_after(),
             )
         return wanted

@@ -171,8 +171,7 @@ class Fleet:
         except TimeoutError:
             raise EngineAway(
                 f"{member.service.settings.served[0]} could not be loaded within this server's "
-                "limit of "
-                f"{self.settings.timeout:g} seconds",
+                f"limit of {self.settings.timeout:g} seconds",
                 retry_after=30,
             ) from None
 

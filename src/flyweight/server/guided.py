@@ -228,8 +228,7 @@ def wish_of_outputs(wanted: StructuredOutputs | None) -> tuple[str, Any] | None:
     if len(asked) != 1:
         raise BadRequest(
             "structured_outputs asks for exactly one of json, regex, choice, grammar, json_object "
-            "and "
-            f"structural_tag, not {len(asked)}",
+            f"and structural_tag, not {len(asked)}",
             param="structured_outputs",
         )
     return asked[0]
@@ -268,8 +267,7 @@ def tag_guide(tag: str | StructuralTag) -> Guide:
         except ValueError as error:
             raise BadRequest(
                 f"the structural tag cannot be read: {str(error).splitlines()[0]}; it has "
-                "structures "
-                "(begin, schema, end) and triggers"
+                "structures (begin, schema, end) and triggers"
             ) from error
     for trigger in tag.triggers:
         if not trigger or not any(item.begin.startswith(trigger) for item in tag.structures):

@@ -131,8 +131,7 @@ class Prompts:
         if context is not None and len(text) > SLACK * self.longest_token * context:
             raise ContextTooLong(
                 f"the prompt has {len(text)} characters, more than this model's context of "
-                f"{context} tokens "
-                "can hold",
+                f"{context} tokens can hold",
                 param="prompt",
             )
 

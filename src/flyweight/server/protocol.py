@@ -335,8 +335,7 @@ class ChatRequest(SamplingFields, ChatFields):
         ):
             raise BadRequest(
                 f"max_tokens ({self.max_tokens}) and max_completion_tokens "
-                f"({self.max_completion_tokens}) are two "
-                "names of one thing and differ",
+                f"({self.max_completion_tokens}) are two names of one thing and differ",
                 param="max_tokens",
             )
         return super().check(strict=strict)

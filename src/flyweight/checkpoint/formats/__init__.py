@@ -252,7 +252,6 @@ def _auto_round(settings: Settings) -> Format:
                 )
             )
     raise UnsupportedError(
-        f"{settings.where}: auto-round with packing_format {packing!r} is not "
-        f"read; export with --format "
-        "auto_gptq, auto_awq or llm_compressor"
+        f"{settings.where}: auto-round with packing_format {packing!r} is not read; export with "
+        "--format auto_gptq, auto_awq or llm_compressor"
     )

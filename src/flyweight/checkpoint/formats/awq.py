@@ -125,9 +125,8 @@ class Awq(Format):
         common = most_common(sizes.values())
         if other := next((prefix for prefix, size in sizes.items() if size != common), None):
             raise UnsupportedError(
-                f"{other}: group size {sizes[other]}, most layers have "
-                f"{common}, and AWQ files have one; "
-                "use compressed-tensors"
+                f"{other}: group size {sizes[other]}, most layers have {common}, and AWQ files "
+                "have one; use compressed-tensors"
             )
         return {
             "quant_method": "awq",

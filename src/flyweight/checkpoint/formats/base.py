@@ -207,8 +207,7 @@ def take(
         wanted = [size if size is not None else "any" for size in shape]
         raise fault(
             checkpoint,
-            f"tensor {name!r} has shape {list(found)}; "
-            f"quantization_config and its siblings imply "
+            f"tensor {name!r} has shape {list(found)}; quantization_config and its siblings imply "
             f"{wanted}".replace("'any'", "any"),
         )
     tensor = checkpoint.tensor(name)

@@ -168,8 +168,7 @@ def _read_packed(checkpoint: Source, prefix: str, scheme: Scheme) -> IntGroup:
     if not 0 < rows <= packed.shape[0] or not 0 < columns <= 32 * packed.shape[1]:
         raise fault(
             checkpoint,
-            f"'{prefix}.weight_shape' is {[rows, columns]}, but weight_packed "
-            f"is "
+            f"'{prefix}.weight_shape' is {[rows, columns]}, but weight_packed is "
             f"{list(packed.shape)}",
         )
     if packed.shape[0] > rows:
@@ -212,8 +211,7 @@ def _dense_codes(
     if width != padded:
         raise fault(
             checkpoint,
-            f"'{prefix}.weight_packed' has {width} words to a row; {columns} "
-            f"inputs of {bits} bits "
+            f"'{prefix}.weight_packed' has {width} words to a row; {columns} inputs of {bits} bits "
             f"take {dense}",
         )
     return pack(_unpack_padded(packed, bits)[:, :columns], bits)
@@ -296,9 +294,8 @@ def _read_integers(checkpoint: Source, prefix: str, scheme: Scheme) -> IntGroup 
         )
     if group_size != columns or scheme.bits != 8:
         raise UnsupportedError(
-            f"{checkpoint.folder}: {prefix!r} quantizes activations with "
-            f"{scheme.bits}-bit weights in groups "
-            f"of {group_size}; only one scale per output and 8 bits are handled"
+            f"{checkpoint.folder}: {prefix!r} quantizes activations with {scheme.bits}-bit weights "
+            f"in groups of {group_size}; only one scale per output and 8 bits are handled"
         )
     if _zero_points(checkpoint, prefix, scales, scheme=scheme) is not None:
         raise UnsupportedError(
@@ -394,8 +391,7 @@ def _decompress(checkpoint: Source, prefix: str, *, dtypes: tuple[torch.dtype, .
     ):
         raise fault(
             checkpoint,
-            f"'{prefix}.bitmask' and '{prefix}.shape' do not fit "
-            f"'{prefix}.compressed' "
+            f"'{prefix}.bitmask' and '{prefix}.shape' do not fit '{prefix}.compressed' "
             f"{list(kept.shape)}",
         )
     # float8 has no masked assignment

@@ -62,10 +62,8 @@ def _read(form: Format | None, checkpoint: Source, prefix: str) -> QuantTensor |
     if weight.ndim != 2 or weight.dtype not in FLOATS:
         raise fault(
             checkpoint,
-            f"tensor '{prefix}.weight' is {type_name(weight.dtype)} "
-            f"{list(weight.shape)}, no plain matrix; "
-            "is its weight_scale missing, or `quantization_config` missing or "
-            "wrong?",
+            f"tensor '{prefix}.weight' is {type_name(weight.dtype)} {list(weight.shape)}, no plain "
+            "matrix; is its weight_scale missing, or `quantization_config` missing or wrong?",
         )
     return Plain(weight)
 
@@ -78,8 +76,7 @@ def _from_fused(form: Format | None, checkpoint: Source, prefix: str) -> QuantTe
             if sum(sizes) > whole.matrix_shape[0] or 0 in sizes:
                 raise fault(
                     checkpoint,
-                    f"'{parent}.{fused}' has {whole.matrix_shape[0]} rows, "
-                    f"config.json implies "
+                    f"'{parent}.{fused}' has {whole.matrix_shape[0]} rows, config.json implies "
                     f"{' + '.join(map(str, sizes))} for {', '.join(parts)}",
                 )
             notice(checkpoint, f"holds {fused}; it is taken apart into {', '.join(parts)}")

@@ -111,9 +111,8 @@ class Gptq(Format):
         if not rows or not columns or columns * bits % 32 or words < packed_words(columns, bits):
             raise fault(
                 checkpoint,
-                f"'{prefix}.qweight' has shape {[words, rows]}, no fit for "
-                f"{columns} inputs of {bits} bits "
-                f"(counted by '{prefix}.g_idx' where it is there)",
+                f"'{prefix}.qweight' has shape {[words, rows]}, no fit for {columns} inputs of "
+                f"{bits} bits (counted by '{prefix}.g_idx' where it is there)",
             )
         if words > packed_words(columns, bits):
             notice(
@@ -147,10 +146,8 @@ class Gptq(Format):
         if qzeros.shape[1] < packed_words(rows, bits):
             raise fault(
                 checkpoint,
-                f"tensor '{prefix}.qzeros' has shape {list(qzeros.shape)}, "
-                f"but {rows} outputs "
-                f"of {bits} bits take {packed_words(rows, bits)} words; is "
-                f"`bits` right?",
+                f"tensor '{prefix}.qzeros' has shape {list(qzeros.shape)}, but {rows} outputs of "
+                f"{bits} bits take {packed_words(rows, bits)} words; is `bits` right?",
             )
         stored = unpack(qzeros[:, : packed_words(rows, bits)], bits, rows).T.contiguous()
         middle, low, high = 1 << (bits - 1), int(stored.min()), int(stored.max())
@@ -159,9 +156,8 @@ class Gptq(Format):
             version2 = not version2
             notice(
                 checkpoint,
-                f"labelled GPTQ version {2 if self.version2 else 1}, but its zero "
-                f"points are those of version "
-                f"{2 if version2 else 1}: read as such",
+                f"labelled GPTQ version {2 if self.version2 else 1}, but its zero points are those "
+                f"of version {2 if version2 else 1}: read as such",
             )
         if symmetric and low == high == (middle if version2 else middle - 1):
             return None

@@ -263,9 +263,8 @@ def _spread(settings: Settings, checkpoint: Source, prefix: str) -> Settings:
     groups = groups if groups > 0 else max(1, -(-(columns - outliers) // size)) if size > 0 else 1
     if (columns - outliers) % groups or (size > 0 and groups * size != columns - outliers):
         raise UnsupportedError(
-            f"{settings.where}: the last group of {prefix!r} is padded "
-            f"({columns - outliers} columns in "
-            f"{groups} groups), which is not handled"
+            f"{settings.where}: the last group of {prefix!r} is padded ({columns - outliers} "
+            f"columns in {groups} groups), which is not handled"
         )
     numbers = {
         key: settings.values.get(key)

@@ -105,9 +105,8 @@ def unsupported_reason(
     )
     if not fits or weight.interleaved or norm or not 1 < rows <= most:
         return (
-            "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
-            "for each, "
-            "without a norm before or act(gate)·up after"
+            "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale for "
+            "each, without a norm before or act(gate)·up after"
         )
     if choose(matrix, rows, device) is None:
         return (

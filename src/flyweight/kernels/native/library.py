@@ -48,9 +48,8 @@ def build() -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise NativeError(
-            "the CPU's native kernels need a C compiler, and there is none; "
-            "install gcc or clang, or "
-            "`pip install 'flyweight[cpu]'` (torch's own ops take over until then)"
+            "the CPU's native kernels need a C compiler, and there is none; install gcc or clang, "
+            "or `pip install 'flyweight[cpu]'` (torch's own ops take over until then)"
         )
     flags = [*COMMON, *processor_flags(platform.machine(), cpu_features(), zig=compiler.is_zig)]
     path = library_path(compiler, flags)
@@ -94,9 +93,8 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(build()))
     except OSError as error:
         raise NativeError(
-            f"the native kernels cannot be loaded ({error}); "
-            "set FLYWEIGHT_CACHE to a folder that allows "
-            "programs, or remove its `native` folder"
+            f"the native kernels cannot be loaded ({error}); set FLYWEIGHT_CACHE to a folder that "
+            "allows programs, or remove its `native` folder"
         ) from error
     pointer = ctypes.c_void_p
     signatures = {
