@@ -72,20 +72,19 @@ def serve(
         typer.Option(
             min=1,
             help="Of prompts, most tokens between two steps of answers, or in one step beside "
-            "them: fewer make gaps smaller, first tokens later. Default: 512, without turns 4096; "
-            "on a CPU as many as keep gaps within three times the usual one, at most 512.",
+            "them: fewer make gaps smaller, first tokens later. Default: 4096, in turns 512; on "
+            "a CPU as many as keep gaps within three times the usual one, at most 512.",
         ),
     ] = None,
     turns: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--turns/--no-turns",
-            help="On a GPU: answers and prompts in steps of their own, in turns; without, prompts "
-            "run beside answers in one step: first tokens earlier, gaps several times as "
-            "long. Default: in turns, unless tokens are guessed.",
-            show_default=False,
+            "--turns",
+            help="On a GPU: answers and prompts in steps of their own, in turns, where they share "
+            "steps otherwise: the longest gaps between tokens are a third as long, first tokens of "
+            "a burst later.",
         ),
-    ] = None,
+    ] = False,
     adapter: Adapter = None,
     prefix_cache: Annotated[
         bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")
@@ -215,12 +214,12 @@ def serve(
         "native": native,
         "prompt_tokens_beside": prompt_tokens_beside,
     }
-    if turns is not None and backend != "native":
+    if turns and backend != "native":
         raise OptionError(
             f"--turns is for the native engine; {backend} has options of its own for it"
         )
-    if turns is not None:
-        engine["turns"] = turns
+    if turns:
+        engine["turns"] = True
     if offload and backend == "native":
         engine["offload"] = offload
     if speculate and backend != "native":
