@@ -36,6 +36,7 @@ from flyweight.kernels import imitation
 # Sources whose kernels can wait for counters.
 SOURCES = {
     "experts.cu",
+    "experts_sum.cu",
     "gemm_mma.cu",
     "gemv.cu",
     "gemv_split.cu",
