@@ -69,6 +69,10 @@ class WordPattern:
     whole_words: bool = False  # a word that is in the vocabulary is not merged from its parts
     begin: bool = False  # starts with the BOS token unless the file says otherwise
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return (self.split,) if isinstance(self.split, str) else self.split
+
 
 SMOLLM, QWEN = WordPattern(digits=True), WordPattern(QWEN2, compose=True)
 LLAMA_3 = WordPattern(LLAMA3, whole_words=True, begin=True)
@@ -185,9 +189,8 @@ def byte_level_tokenizer(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     if pattern.compose:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pattern.digits else []
-    patterns = (pattern.split,) if isinstance(pattern.split, str) else pattern.split
-    steps += [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in patterns]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
+    steps += [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in pattern.splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern.splits))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pattern.begin

@@ -69,14 +69,12 @@ def pattern_name(data: dict[str, Any], where: str) -> str:
     before = data.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     digits = any(step.get("type") == "Digits" and step.get("individual_digits") for step in steps)
-    split = next(
-        (step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"), None
-    )
+    splits = tuple(step["pattern"].get("Regex") for step in steps if step.get("type") == "Split")
     found = next(
         (
             name
             for name, one in WORD_PATTERNS.items()
-            if one.split == split and one.digits == digits
+            if one.splits == splits and one.digits == digits
         ),
         None,
     )
