@@ -97,7 +97,7 @@ def test_the_screen_has_the_table_the_reasons_and_the_shares(small):
     assert "int4 at one row 7.5 GB/s (75%)" in text and "4 of 4 checks held" in text
 
 
-@pytest.mark.parametrize(("name", "small_batch"), [("sm_86", "gemv_splitk")])
+@pytest.mark.parametrize(("name", "small_batch"), [("sm_86", "gemm_mma")])
 def test_kernels_of_a_gpu_that_is_not_here_are_planned(name, small_batch):
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
