@@ -34,6 +34,14 @@ def test_what_cannot_be_divided_is_refused_before_the_work():
     sharding.check_vectors(config(), find("vptq:v8-k256"), 4)
 
 
+def test_widths_that_two_of_four_cannot_be_kept_of_are_refused_before_the_work():
+    odd = config(intermediate_size=129)
+    with pytest.raises(OptionError, match=r"multiple of four inputs; this model has some of 129"):
+        sharding.check_pruning(odd, find("w8a16-sparse-awq"))
+    sharding.check_pruning(odd, find("gptq-int4"))
+    sharding.check_pruning(config(), find("w8a16-sparse-awq"))
+
+
 def test_a_folder_that_was_made_for_ranks_can_be_cut(tmp_path):
     """Groups of 128 would cross the border of o_proj's 64 inputs a rank."""
     quantize("preset:tiny", "rtn-int4", tmp_path / "out", shards=4, blocks=None)

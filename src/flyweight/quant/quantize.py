@@ -134,6 +134,7 @@ class Job:
         self.recipe = recipe.with_group_size(
             lambda size: size if size == -1 else fit_group_size(size, widths)
         )
+        sharding.check_pruning(self.config, self.recipe)
         sharding.check_vectors(self.config, self.recipe, options.shards)
 
     def check_output(self) -> None:

@@ -37,6 +37,16 @@ def linear_widths(config: ModelConfig, shards: int = 1) -> list[int]:
     return sorted(found)
 
 
+def check_pruning(config: ModelConfig, recipe: Recipe) -> None:
+    """2:4 keeps two of every four inputs."""
+    for width in linear_widths(config) if recipe.sparse else ():
+        if width % 4:
+            raise OptionError(
+                f"2:4 pruning needs linears of a multiple of four inputs; this model has some of "
+                f"{width}: take a scheme without `sparse`"
+            )
+
+
 def check_vectors(config: ModelConfig, recipe: Recipe, shards: int) -> None:
     """Vectors of vptq are outputs of one column: each must be one GPU's."""
     if shards == 1:
