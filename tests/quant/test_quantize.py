@@ -4,19 +4,21 @@ import errno
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.writer import CheckpointWriter
-from flyweight.errors import FlyweightError, OptionError, ResourceError, UnsupportedError
+from flyweight.errors import CheckpointError, FlyweightError, OptionError, ResourceError, UnsupportedError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
 from flyweight.models.attention import Whole
@@ -252,6 +254,26 @@ def test_what_a_format_cannot_hold_is_refused_in_the_first_block(model, text, tm
     with pytest.raises(UnsupportedError, match=rf"model\.layers\.0\..*the vptq format cannot hold this weight: .*{reason}"):
         make(model, text, tmp_path / "out", scheme=scheme, format=format, listen=events.append)
     assert not [event for event in events if event.kind == "finished"]
+
+
+@pytest.mark.parametrize(("changes", "extra", "told"), [
+    (dict(), "model.layers.0.self_attn.q_norm.weight", "without a place in the model: model.layers.0.self_attn.q_norm.weight"),
+    (dict(), "model.other", "without a place in the model: model.other"),
+    (dict(num_hidden_layers=1), None, "a layer or part that config.json does not announce"),
+    (dict(vocab_size=1024), None, "model.embed_tokens: shape"),
+    (dict(tie_word_embeddings=True), None, "lm_head.weight differs"),
+])
+def test_what_would_be_left_out_of_the_result_is_refused(changes, extra, told, text, tmp_path):
+    """As the loader refuses it: the result would load, and talk nonsense."""
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {extra: torch.ones(3)} if extra else {}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        make(folder, text, tmp_path / "out", "rtn-int4")
+    assert not (tmp_path / "out").exists()
 
 
 def test_running_out_of_memory_is_one_clear_line(model, text, tmp_path, monkeypatch):

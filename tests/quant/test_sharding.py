@@ -32,6 +32,9 @@ def test_what_cannot_be_divided_is_refused_before_the_work():
     with pytest.raises(OptionError, match=r"vectors of 6 for each GPU"):
         sharding.check_vectors(config(), find("vptq:v6-k256"), 2)
     sharding.check_vectors(config(), find("vptq:v8-k256"), 4)
+    with pytest.raises(OptionError, match=r"no codebook for 2 bits fits a layer of 8 × 16"):
+        small = config(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+        sharding.check_vectors(small, find("vptq-2bit"), 1)
 
 
 def test_widths_that_two_of_four_cannot_be_kept_of_are_refused_before_the_work():
