@@ -1,9 +1,5 @@
 """What test_ahead.py runs in processes of its own: a process that has pretended a GPU is good for nothing else."""
 
-import contextlib
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import torch
 
 from flyweight.engine import ahead
@@ -17,13 +13,6 @@ from flyweight.models.decoder import Decoder
 
 MOST = 1100  # tokens of a pass
 TARGET = ahead.Target(GPUS["sm_90a"], sequences=64, tokens=MOST)
-
-
-@contextlib.contextmanager
-def process():
-    """A pool of one, whose caches nobody has filled."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
 
 
 def wanted_and_asked(model):
