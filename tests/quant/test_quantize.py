@@ -1,6 +1,7 @@
 """Whole models: the block loop, resuming, reproducibility, the files that come out."""
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -69,28 +70,39 @@ def fast(name):
     return Recipe.from_dict(recipe.to_dict() | few, name)
 
 
+@pytest.fixture(scope="module")
+def made(model, text, tmp_path_factory):
+    """(folder, summary) of a scheme, made once for all tests that look at it."""
+    folder = tmp_path_factory.mktemp("made")
+
+    @functools.cache
+    def once(name):
+        return folder / name, make(model, text, folder / name, recipe=fast(name))
+
+    return once
+
+
 @pytest.mark.parametrize("name", list(named()))
-def test_every_scheme_makes_a_model_that_loads_and_stays_close(name, model, text, tmp_path):
-    summary = make(model, text, tmp_path / "out", recipe=fast(name))
+def test_every_scheme_makes_a_model_that_loads_and_stays_close(name, model, made):
+    output, summary = made(name)
     ids = torch.tensor([Checkpoint(model).tokenizer().encode(TEXT, add_special_tokens=False)[:48]])
     before, after = (Decoder.load(Checkpoint(folder), device="cpu", dtype=torch.float32, exact=True).forward_whole(ids)
-                     for folder in (model, tmp_path / "out"))
+                     for folder in (model, output))
     sparse, coarse = named()[name].sparse, summary.bits_per_weight < 6
     distance = float((after - before).norm() / before.norm())
     assert distance < (1.0 if sparse or coarse else 0.4 if name.startswith("fp8") else 0.15)
     assert set(summary.layers) == {f"model.layers.{i}.{linear}" for i in range(3) for linear in LINEARS}
-    assert summary.bytes_after == Checkpoint(tmp_path / "out").nbytes
+    assert summary.bytes_after == Checkpoint(output).nbytes
     if sparse:
         for prefix in summary.layers:
-            weight = Checkpoint(tmp_path / "out").linear(prefix).dequantize()
+            weight = Checkpoint(output).linear(prefix).dequantize()
             assert ((weight != 0).unflatten(1, (-1, 4)).sum(-1) <= 2).all(), f"{prefix}: the 2:4 mask is broken"
 
 
 @pytest.mark.parametrize("name", ["gptq-int4", "w8a8-smooth-gptq", "vptq-3bit", "int4-best"])
-def test_two_runs_give_the_same_bytes(name, model, text, tmp_path):
-    for run in ("a", "b"):
-        make(model, text, tmp_path / run, recipe=fast(name))
-    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+def test_two_runs_give_the_same_bytes(name, model, text, made, tmp_path):
+    make(model, text, tmp_path / "again", recipe=fast(name))
+    assert digest(made(name)[0]) == digest(tmp_path / "again")
 
 
 MOMENTS = ("layer 9", "block 1", "tensor 5", "cleanup 1", "block 1,layer 3,rename 2,tensor 20")
