@@ -52,8 +52,8 @@ from flyweight.models.taps import Taps
 
 KEPT_BACK = 16  # a sequence in so many is never trained on
 CONTEXT = 1024  # tokens of a prompt and its answer, at most
-SEQUENCES = 64  # answers at once
-SLICE = 256  # prompts that are answered together
+SEQUENCES = 128  # answers at once
+SLICE = 512  # prompts that are answered together
 SAVED_EVERY = 15.0  # seconds of training
 Sequences = list[list[int]]
 
@@ -95,7 +95,10 @@ NAME = re.compile(r"\b[a-z_]{5,}\b")
 def answers_of(
     llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7, whole: bool = True
 ) -> Answers:
-    """Each prompt with what the model says next; not `whole`: up to where its answer ends."""
+    """Each prompt with what the model says next; not `whole`: up to where its answer ends. Nobody
+    reads it as text.
+    """
+    llm.engine.decode = None
     outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=whole)
     return [
         Answered(prompt, output.completions[0].token_ids)
@@ -335,9 +338,12 @@ class Lesson:
             embedded = target.embedding(batch.tokens)
             length = batch.tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
             places = batch.counted(length, unroll)
-            behind = [logits[:, 1 + i : 1 + i + length][places] for i in range(unroll)]
-            best = [found.argmax(-1) for found in behind]
-            wanted = [found[:, head.kept] for found in behind]
+            best: list[Tensor] = []
+            wanted: list[Tensor] = []
+            for i in range(unroll):  # one at a time: a vocabulary for each place is large
+                behind = logits[:, 1 + i : 1 + i + length][places]
+                best.append(behind.argmax(-1))
+                wanted.append(behind[:, head.kept])
         # clones are tensors that training may keep
         self.places = places.clone()
         self.best = [found.clone() for found in best]

@@ -290,7 +290,7 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
     ).tolist()
     yield {"guesses": 0, "tok_s": round(speed(engine, prompt)[0], 1)}
     forced = itertools.cycle((2, 3))  # accepted, so that a step gives 3.5 tokens
-    runner.count_accepted = lambda drafts, chosen: min(len(drafts), next(forced))
+    runner.count_accepted = lambda drafts, *_: min(len(drafts), next(forced))
     for guesses in (3, 7):
         yield forced_row(engine, prompt, Repeats(), guesses) | {"drafter": "costs nothing"}
     head = eagle3.load(eagle3.RandomHead(decoder), decoder, bits=bits_of(decoder))
