@@ -52,7 +52,7 @@ from flyweight.models.taps import Taps
 
 KEPT_BACK = 16  # a sequence in so many is never trained on
 CONTEXT = 1024  # tokens of a prompt and its answer, at most
-SEQUENCES = 128  # answers at once
+SEQUENCES = 64  # answers at once
 SLICE = 512  # prompts that are answered together
 SAVED_EVERY = 15.0  # seconds of training
 Sequences = list[list[int]]
