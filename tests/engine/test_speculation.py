@@ -424,7 +424,7 @@ def test_a_wrong_guess_counts_for_whoever_made_it():
     assert found == {0: [1, 2, 3], 1: [9, 11]}
     for one in (request, other):
         drafter.observe(one, found[one.number], 0)
-    assert [drafter.lookup.readers[number].needed for number in (0, 1)] == [6, 5]
+    assert [drafter.lookup.readers[number].needed for number in (0, 1)] == [4, 3]
 
 
 def test_earlier_answers_help_those_of_the_same_salt_alone():

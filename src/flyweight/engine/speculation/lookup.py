@@ -15,12 +15,15 @@ from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.ngram import NgramDrafter
 
 
+LEAST = 3  # tokens that must agree: two are less sure than what others guess
+
+
 class LookupFirst:
     guesses_ahead = False
 
     def __init__(self, other: Drafter, guesses: int):
         """`guesses`: of the other, in a step."""
-        self.lookup = NgramDrafter()
+        self.lookup = NgramDrafter(LEAST)
         self.other = other
         self.guesses = guesses
         self.found: set[int] = set()  # requests whose latest guesses were looked up
