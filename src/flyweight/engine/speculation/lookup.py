@@ -14,7 +14,6 @@ from flyweight.engine.request import Request
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.ngram import NgramDrafter
 
-
 LEAST = 3  # tokens that must agree: two are less sure than what others guess
 
 
