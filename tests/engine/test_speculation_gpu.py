@@ -6,12 +6,10 @@ from gpu_models import BEST, CUDA, PAGE, gap_where_parted, load, make_engine, pa
 
 from flyweight.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs
-from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.lengths import Fixed
-from flyweight.engine.speculation.model import ModelDrafter
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
@@ -143,35 +141,3 @@ def test_sampled_answers_are_the_same_with_guesses(penalty):
             for one, other in zip(texts, got, strict=True)]
     print("tokens alike:", same, "of", [len(one) for one in texts])
     assert engine.speculator.accepted > 40 and max(same) == 48
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_model_guesses_behind_its_own_tokens_before_they_are_read(temperature):
-    """A model as good as the target, with rows and a cache of its own: nearly all of its guesses are right."""
-    decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
-    asked = prompts(decoder.config, 3)
-    options = params(temperature=temperature, seed=7, logprobs=BEST)
-    plain = make_engine(decoder)
-    want = [plain.submit(prompt, options)[0] for prompt in asked]
-    run(plain, want)
-    shape = CacheShape.of(decoder.config, torch.bfloat16)
-    drafter = ModelDrafter(decoder, shape, vocabulary=decoder.config.vocab_size, device=CUDA, context=640, sequences=8, blocks=200)
-    engine = make_engine(decoder)
-    engine.speculator = Speculator(drafter, Fixed(3))
-    kinds = set()
-    propose = drafter.propose
-
-    def watched(requests, most):
-        found = propose(requests, most)
-        kinds.update(type(guesses).__name__ for guesses in found.values())
-        return found
-
-    drafter.propose = watched
-    got = [engine.submit(prompt, options)[0] for prompt in asked]
-    run(engine, got)
-    gaps = [gap_where_parted(one, other) for one, other in zip(want, got, strict=True)]
-    print(temperature, engine.speculator.accepted, "of", engine.speculator.drafted, gaps, kinds)
-    assert "LateDrafts" in kinds, "steps behind the first one were launched unread"
-    assert engine.speculator.accepted > 0.7 * engine.speculator.drafted
-    if temperature == 0:
-        assert all(gap is None or gap < GAP for gap in gaps)

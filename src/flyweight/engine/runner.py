@@ -263,7 +263,7 @@ class Runner:
         """`launched` is called when the model is on its way, before tokens are chosen: constraints
         are asked after it.
         """
-        with self._active():
+        with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
             shared = self._is_shared(works)
             if self._is_captured(works) and not (shared and self.follower is not None):
@@ -297,31 +297,6 @@ class Runner:
                 for work in works
             )
         )
-
-    @torch.inference_mode()
-    def go_on(self, works: Sequence[Work], steps: int) -> Tensor | None:
-        """What these have just sampled, and what so many captured steps behind it sample, by row:
-        [1 + steps, rows]. Nothing of that goes to the host, and it knows nothing of the lengths;
-        blocks are there. None: the host has to see to each step.
-        """
-        rows = self.rows
-        if not self.can_follow(works) or not (rows.mode == GREEDY or rows.samples_in_step):
-            return None
-        assert self.steps is not None
-        rows.extend()
-        step = self.steps.sample if rows.samples_in_step else self.steps.advance
-        tokens = rows.tokens[: len(works)]
-        found = torch.empty(1 + steps, len(works), dtype=tokens.dtype, device=self.device)
-        found[0].copy_(tokens)
-        with self._active():
-            for i in range(steps):
-                step(len(works))
-                found[1 + i].copy_(tokens)
-        return found
-
-    def _active(self) -> contextlib.AbstractContextManager[object]:
-        model = self.model
-        return model.active() if isinstance(model, Decoder) else contextlib.nullcontext()
 
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""

@@ -4,8 +4,7 @@ It runs as any model does: a runner, a cache of its own, and for each request th
 shadow, a request with the same tokens, seed and parameters. So its sampler draws with the noise
 that the large model's will draw with, and the two agree as often as their distributions let them
 (verify.py). A round computes what the shadow has not seen, then one step for each further guess,
-all launched before the first is read. Where steps are captured, nobody reads them before the step
-that checks them is launched, either (late.py).
+all launched before the first is read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.memory import CacheShape
@@ -22,7 +20,6 @@ from flyweight.engine.request import Request, State
 from flyweight.engine.runner import Flight, Model, Runner
 from flyweight.engine.sampling import is_penalized
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.errors import OptionError
 
 STEP_TOKENS = 2048  # of prompts, computed at once
@@ -56,7 +53,6 @@ class ModelDrafter:
             sequences=sequences,
         )
         self.shadows: dict[int, Request] = {}
-        self.unread: dict[int, LateDrafts] = {}  # guesses that are no tokens of the shadows yet
 
     def warm_up(self) -> None:
         for captured in (self.runner.steps, self.runner.passes):
@@ -68,9 +64,7 @@ class ModelDrafter:
         return len(request.tokens) + request.pending < self.context
 
     @torch.inference_mode()
-    def propose(
-        self, requests: Sequence[Request], most: Mapping[int, int]
-    ) -> Mapping[int, Sequence[int]]:
+    def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> dict[int, list[int]]:
         shadows = [self._follow(request) for request in requests]
         ready = [shadow for shadow in shadows if self._has_room(shadow, most[shadow.number])]
         if not ready:
@@ -78,12 +72,8 @@ class ModelDrafter:
         known = {shadow.number: len(shadow.tokens) for shadow in ready}
         self.runner.rows.leave_behind(ready)
         self._compute_prompts(ready)
-        flights = [self._launch(ready)]
-        longest = max(most[shadow.number] for shadow in ready)
-        alike = all(most[shadow.number] == longest for shadow in ready)
-        if alike and (found := self.runner.go_on(flights[0].works, longest - 1)) is not None:
-            return self._expect(ready, found)
-        for guess in range(1, longest):
+        flights = []
+        for guess in range(max(most[shadow.number] for shadow in ready)):
             wanting = [shadow for shadow in ready if most[shadow.number] > guess]
             flights.append(self._launch(wanting))
         for flight in flights:
@@ -92,23 +82,10 @@ class ModelDrafter:
                 work.request.tokens += result.tokens
         return {shadow.number: shadow.tokens[known[shadow.number] :] for shadow in ready}
 
-    def _expect(self, shadows: Sequence[Request], found: Tensor) -> dict[int, LateDrafts]:
-        """Guesses [guesses, rows] that the host has not read."""
-        arrival = Arrival(found)
-        drafts = {}
-        for shadow in shadows:
-            row = self.runner.rows.row_of[shadow.number]
-            drafts[shadow.number] = LateDrafts(arrival, row, len(found))
-            shadow.pending = len(found)
-            shadow.computed += len(found) - 1
-        self.unread |= drafts
-        return drafts
-
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         pass
 
     def forget(self, request: Request) -> None:
-        self.unread.pop(request.number, None)
         if (shadow := self.shadows.pop(request.number, None)) is not None:
             self.pool.release(shadow.blocks)
             shadow.state = State.FINISHED  # its row goes with the next step
@@ -132,9 +109,6 @@ class ModelDrafter:
                 state=State.RUNNING,
             )
             self.shadows[request.number] = shadow
-        if (late := self.unread.pop(request.number, None)) is not None:
-            shadow.tokens += late
-            shadow.pending = 0
         same = common_length(shadow.tokens, request.tokens)
         shadow.tokens[same:] = request.tokens[same:]
         shadow.computed = min(shadow.computed, same, len(shadow.tokens) - 1)
