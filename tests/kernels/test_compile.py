@@ -184,6 +184,7 @@ CASES = [
     ("qkv_attention.cu", FUSED | dict(FORMAT=3, SPARSE=1, WARPS=8)),
     ("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256)),
     ("accept.cu", dict(WIDTH=4096, THREADS=256)),
+    ("guesses.cu", dict(THREADS=64)),
     ("delta.cu", dict(FP16=0, INPUTS=4096, OUTPUTS=6144, RANK=16, PARTS=3, END1=4096, END2=5120, NORM=1, GATED=0, RESIDUAL=0,
                        EARLY=0, THREADS=256)),
     ("delta.cu", dict(FP16=1, INPUTS=28672, OUTPUTS=8192, RANK=64, PARTS=1, END1=8192, END2=8192, NORM=0, GATED=1, RESIDUAL=1,

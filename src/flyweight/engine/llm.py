@@ -46,12 +46,11 @@ from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, Sa
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter
-from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.shared_rows import CAPACITY
-from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.speculation.speculator import speculator_of
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
 from flyweight.errors import OptionError, RequestError
@@ -286,8 +285,7 @@ class LLM:
             assert wanted.guesses is not None
             drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
-            lengths = Measured() if wanted.guesses is None else Fixed(wanted.guesses)
-            self.engine.speculator = Speculator(drafter, lengths)
+            self.engine.speculator = speculator_of(drafter, wanted.guesses)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
         self._delivery: Delivery | None = None  # of the step that runs in that thread
