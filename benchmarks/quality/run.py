@@ -170,7 +170,11 @@ class Worker:
             made = self.make(job, output)
             kept.write_text(json.dumps(made))
         made = json.loads(kept.read_text())
-        calibration = {key: made[key] for key in ("calibration", "calibration_tokens")}
+        calibration = {
+            key: made[key]
+            for key in ("calibration", "calibration_tokens", "learn_steps")
+            if key in made
+        }
         found = [
             {"bench": "quality", **calibration, **facts}
             for facts in self.measured(Path(made.pop("folder")))
@@ -220,6 +224,8 @@ class Worker:
             "peak_host_gb": host_gb(),
             "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0,
             **resumed,
+            # of those that learn, where it is not their own number
+            **({"learn_steps": self.setting.learn_steps} if self.setting.learn_steps else {}),
             "calibration": samples.facts(),
             "calibration_tokens": samples.tokens.numel(),
             "folder": str(folder),
