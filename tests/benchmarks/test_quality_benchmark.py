@@ -238,3 +238,6 @@ def test_tables_of_serving_show_the_last_row_of_each_kind(tmp_path):
     write("heads.jsonl", dict(head="stored", kl=0.1, kl_growth=0), dict(head="int8", kl=0.101, kl_growth=0.01))
     assert serving.heads([tmp_path]).splitlines()[-1] == "| m | s | 0.1000 | +1.00 % |"
     assert serving.prompts([tmp_path]) == serving.books([tmp_path]) == "", "nothing was measured"
+    right = dict(accuracy_original=0.5, accuracy=0.49, accuracy_change=-0.01, accuracy_change_error=0.004)
+    write("tasks.jsonl", dict(task="piqa", questions=400) | right)
+    assert serving.tasks([tmp_path]).splitlines()[-1] == "| m | s | piqa | 400 | 50.00 % | 49.00 % | -1.00 ± 0.40 |"
