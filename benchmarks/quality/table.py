@@ -77,13 +77,36 @@ def difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tupl
     return statistics.fmean(by_seed), math.hypot(error_of(by_window), error_of(by_seed))
 
 
+def kl_difference(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> tuple[float, float] | None:
+    """(ours less theirs over theirs, its standard error) of the mean KL divergence from the
+    original; of pairs of windows where the rows have them. Where a model hardly knows a text, its
+    perplexity may fall by rounding; its KL cannot.
+    """
+    if any("kl" not in row for row in (*ours, *theirs)):
+        return None
+    whole = mean(theirs, "kl")
+    gap = mean(ours, "kl") - whole
+    if all("window_kls" in row for row in (*ours, *theirs)):
+        columns = zip(*(row["window_kls"] for row in ours), strict=True)
+        others = zip(*(row["window_kls"] for row in theirs), strict=True)
+        pairs = zip(map(statistics.fmean, columns), map(statistics.fmean, others), strict=True)
+        error = error_of([a - b for a, b in pairs])
+    else:
+        error = math.hypot(mean(ours, "kl_error"), mean(theirs, "kl_error"))
+    return gap / whole, error / whole
+
+
 def verdict(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
     gap, error = difference(ours, theirs)
     more_bits = ours[0]["bits_per_weight"] > theirs[0]["bits_per_weight"] + 0.005
     word = "equal" if abs(gap) <= 2 * error else "better" if gap < 0 else "worse"
-    return (f"{word} {100 * math.expm1(gap):+.2f} ± {100 * error:.2f} %") + (
-        " with more bits" if more_bits else ""
-    )
+    kl = kl_difference(ours, theirs)
+    said = f"{word} {100 * math.expm1(gap):+.2f} ± {100 * error:.2f} %"
+    if kl is not None:
+        said += f", KL {100 * kl[0]:+.0f} ± {100 * kl[1]:.0f} %"
+    return said + (" with more bits" if more_bits else "")
 
 
 def mean(rows: list[dict[str, Any]], key: str) -> float:
