@@ -140,8 +140,10 @@ SEVERAL = (
 def several(results: Results) -> list[Block]:
     """Other models, each on several texts; not a word of them before there are rows."""
     path = ROWS / "quality-models.jsonl"
-    shown = f"{SEVERAL} {table.made_on(path)}\n\n{table.across(path)}" if path.exists() else ""
-    return [Paragraph(shown)]
+    if not path.exists():
+        return [Paragraph("")]
+    parts = (f"{SEVERAL} {table.made_on(path)}", table.made_with(path), table.across(path))
+    return [Paragraph("\n\n".join(parts))]
 
 
 def best(results: Results) -> list[Block]:

@@ -233,6 +233,32 @@ def across(path: Path) -> str:
     return "\n".join(lines) + "\n\n" + "\n".join(rivals)
 
 
+def made_with(path: Path) -> str:
+    """Of each model: how much was calibrated on, judged and learned; less than `run.py` takes by
+    itself where time was short.
+    """
+    found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for row in read(path):
+        if row["bench"] == "quality" and row["status"] == "ok":
+            for name in ("calibration_tokens", "tokens", "learn_steps"):
+                if row.get(name):
+                    found[row["model"]][name].add(row[name])
+    lines = []
+    for model, facts in found.items():
+        parts = {
+            "calibration_tokens": "calibrated on {} tokens",
+            "tokens": "{} tokens of each text",
+            "learn_steps": "{} steps where a scheme learns",
+        }
+        said = [
+            text.format(" or ".join(f"{one:,}" for one in sorted(facts[name])))
+            for name, text in parts.items()
+            if facts[name]
+        ]
+        lines.append(f"- {model}: {', '.join(said)}")
+    return "\n".join(lines)
+
+
 def told(rows: list[dict[str, Any]] | None) -> str:
     """Change of perplexity and KL of one cell; the original's perplexity itself."""
     if not rows:
