@@ -291,5 +291,5 @@ def made_on(path: Path) -> str:
         for row in read(path)
         if row["bench"] == "quality" and row["environment"] in machines
     ]
-    told = {f"{one['device']}, commit {one['commit']}" for one in used}
+    told = {f"{one['device']}, commit {str(one['commit'])[:12]}" for one in used}
     return f"Measured on {'; '.join(sorted(told))}."
