@@ -5,6 +5,7 @@
         rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
     python benchmarks/families.py variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
+    python benchmarks/families.py depth qwen3-next-80b-a3b:int4 --out rows.jsonl
     python benchmarks/families.py latent --out rows.jsonl
 
 `check` takes presets with few layers and short windows, random weights, and compares the
@@ -13,7 +14,9 @@ plain torch on the same weights. The measure is the same model in 16 bits throug
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
 long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
 `variants` times steps with qkv and attention in one kernel or apart, experts added up by their
-second linear or by a kernel of its own; `latent` the attention of prompts whose values are narrower
+second linear or by a kernel of its own; `depth` what a layer takes in models of more and fewer
+layers, of as many layers with the weights of few, and where all tokens have the same experts;
+`latent` the attention of prompts whose values are narrower
 than their keys. In these all experts of a model have the numbers of one: they lie apart, so a step
 reads as much as ever, and a large mixture is there in seconds.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -48,7 +52,9 @@ from flyweight.kernels.linear import experts
 from flyweight.machine import copy_bandwidth
 from flyweight.models.decode_step import unsupported_reason
 from flyweight.models.decoder import Decoder
+from flyweight.models.layer import Block
 from flyweight.models.layers import Linear
+from flyweight.models.moe import Experts
 from flyweight.models.presets import PresetWeights, preset_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU tries the script itself out
@@ -348,6 +354,46 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
     return row
 
 
+def depth(name: str, llm: LLM) -> dict[str, Any]:
+    """Microseconds of a step, and of one more layer: does its own work take longer in a deep model,
+    or is it what lies between two visits of the same weights?
+    """
+    steps = llm.engine.runner.steps
+    assert isinstance(steps, DecodeGraphs)
+    whole = list(llm.decoder.blocks)
+    count = len(whole)
+
+    def step_us(blocks: list[Block]) -> float:
+        llm.decoder.blocks = blocks
+        steps.steps.clear()
+        steps.graphs.clear()
+        gc.collect()
+        found = round(1e6 / tokens_a_second(llm), 1)
+        print(f"{len(blocks)} layers: {found} us", flush=True)
+        return found
+
+    def at(block: Block, index: int) -> Block:
+        """With a cache or state of its own."""
+        found = copy.copy(block)
+        found.plan = dataclasses.replace(block.plan, index=index)
+        return found
+
+    few = 12
+    again = [whole[i % few] for i in range(count)]
+    row = dict(kind="family depth", preset=name.partition("@")[0], layers=count)
+    row["all"] = step_us(whole)
+    row |= {f"first {n}": step_us(whole[:n]) for n in (few, 2 * few, 3 * few) if n < count}
+    row[f"the first {few} in turns"] = step_us(again)
+    row["those, with states of their own"] = step_us([at(b, i) for i, b in enumerate(again)])
+    row["the first 4 in turns"] = step_us([whole[i % 4] for i in range(count)])
+    for block in whole:
+        if isinstance(block.mlp, Experts) and block.mlp.grouped is not None:
+            block.mlp.grouped.router.zero_()
+    row["all, always the same experts"] = step_us(whole)
+    row[f"first {few}, always the same experts"] = step_us(whole[:few])
+    return row
+
+
 def latent(out: Path) -> None:
     """At the sizes of DeepSeek's heads: microseconds of one layer's attention, the best of five."""
     for heads, tokens in ((16, 2048), (16, 8192), (128, 2048)):
@@ -419,7 +465,7 @@ def write(row: dict[str, Any], out: Path) -> None:
         stream.write(json.dumps(row) + "\n")
 
 
-MEASURES: dict[str, Measure] = dict(speed=speed, kernels=kernels, variants=variants)
+MEASURES: dict[str, Measure] = dict(speed=speed, kernels=kernels, variants=variants, depth=depth)
 
 
 def main() -> None:

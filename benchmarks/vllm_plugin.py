@@ -15,9 +15,11 @@ classes that multiplied (`linear_kernels`).
 
 MODEL@SIDES@SHAPES@SAMPLING says it for one model: `native,off@1,64@greedy+top_p=0.9`; SHAPES are
 batches, workloads of `bench latency` or all of them (`workloads`), and more pairs of shapes and
-sampling may follow. `preset:NAME:SCHEME*12@off` is the model with twelve layers, for vLLM alone. A
-side that has not started after `--start-seconds` is ended, and a row says that it failed. `--turn
-FILE`: others that lock this file wait while something is started or measured here.
+sampling may follow. `preset:NAME:SCHEME*12@native,off` is the model with twelve layers on every
+side. A side that has not started after `--start-seconds` is ended, and a row says that it failed.
+`--turn FILE`: others that lock this file wait while something is started or measured here.
+`--alike`: our engine's experts have the numbers of one (they lie apart, so a step reads as much as
+ever), and a large mixture is there in seconds.
 
 vLLM takes half a minute to be imported, and again to look at a model's class in a process of its
 own. So its engines are forks of one process that has imported it, and look at the class in their
@@ -123,6 +125,8 @@ def work(channel: Connection) -> None:
             look_at(order["architectures"])
         if order["layers"]:
             shorten(order["layers"])
+        if side == "native" and order["alike"]:
+            load_experts_alike()
         options = EngineOptions(dtype=order["dtype"], extra=order["extra"])
         engine = create(SIDES[side], order["model"], options)
         engine.start(Limits(**order["limits"]))
@@ -159,6 +163,14 @@ def shorten(layers: int) -> None:
     """Presets of this process have so many layers."""
     whole = presets.preset_config
     presets.preset_config = lambda name: whole(name) | dict(num_hidden_layers=layers)
+
+
+def load_experts_alike() -> None:
+    from families import one_for_all
+
+    from flyweight.models.layers import Linear
+
+    Linear.load = one_for_all(Linear.load)  # type: ignore[method-assign,assignment]
 
 
 def work_forked(channel: Connection, log: str, environment: dict[str, str], gpu: bool) -> None:
@@ -263,8 +275,6 @@ class Subject:
         rest += [""] * (len(rest) % 2 or 2 * (not rest))  # shapes and sampling by turns
         model, _, layers = model.partition("*")
         sides = tuple(named.split(",")) if named else tuple(options.sides)
-        if layers and "native" in sides:
-            raise SystemExit(f"{text}: fewer layers are for vLLM; ours: benchmarks/families.py")
         wrong = [side for side in sides if side not in SIDES]
         if wrong:
             raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
@@ -397,6 +407,7 @@ class Bench:
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
         order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
         order |= dict(traceback_seconds=self.options.traceback_seconds, layers=self.subject.layers)
+        order |= dict(alike=self.options.alike)
         for engine in self.engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
@@ -443,6 +454,8 @@ class Bench:
             "start_s": told.get("seconds"),
             "vllm_mode": MODES.get(engine.side, "compiled") if self.subject.shapes else "eager",
         }
+        if engine.side == "native" and self.options.alike:
+            row |= dict(experts="alike")
         if self.subject.layers:  # what was known is of the whole model
             row |= dict(layers=self.subject.layers, size_gb=None, file_bits_per_weight=None)
         self.file.append([make_row(bench, self.id, **rounded(row | fields))])
@@ -567,6 +580,7 @@ def parse() -> argparse.Namespace:
     add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
     add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
+    add("--alike", action="store_true", help="our engine's experts have the numbers of one")
     add("--no-forks", action="store_true", help="every side imports vLLM itself")
     add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
     add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
