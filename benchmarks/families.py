@@ -382,7 +382,7 @@ def depth(name: str, llm: LLM) -> dict[str, Any]:
     again = [whole[i % few] for i in range(count)]
     row = dict(kind="family depth", preset=name.partition("@")[0], layers=count)
     row["all"] = step_us(whole)
-    row |= {f"first {n}": step_us(whole[:n]) for n in (few, 2 * few, 3 * few) if n < count}
+    row |= {f"first {n}": step_us(whole[:n]) for n in (few, 2 * few) if n < count}
     row[f"the first {few} in turns"] = step_us(again)
     row["those, with states of their own"] = step_us([at(b, i) for i, b in enumerate(again)])
     row["the first 4 in turns"] = step_us([whole[i % 4] for i in range(count)])
@@ -390,7 +390,6 @@ def depth(name: str, llm: LLM) -> dict[str, Any]:
         if isinstance(block.mlp, Experts) and block.mlp.grouped is not None:
             block.mlp.grouped.router.zero_()
     row["all, always the same experts"] = step_us(whole)
-    row[f"first {few}, always the same experts"] = step_us(whole[:few])
     return row
 
 

@@ -298,6 +298,27 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     assert int(ready) == 0
 
 
+@pytest.mark.parametrize(("joined", "gated", "sigmoid"), [(True, True, False), (True, False, True), (False, False, False)])
+def test_the_experts_own_kernel_chooses_as_the_route_does(joined, gated, sigmoid, monkeypatch):
+    monkeypatch.setattr(experts, "MANY_EXPERTS", 256)
+    count, chosen, hidden, width = 259, 5, 320, 64
+    first, second = ([linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + joined)]
+                     for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None)))
+    router = torch.randn(count + gated, hidden) * hidden**-0.5
+    routing = Routing(count, chosen, normalize=True, sigmoid=sigmoid, scale=2.5 if sigmoid else 1.0)
+    bias = torch.randn(count) if sigmoid else None
+    words = experts.empty_words(len(router), chosen + joined, router.device)
+    layer = GroupedExperts(experts.stack(first), experts.stack(second), router, torch.zeros(1, dtype=torch.int32), routing,
+                           (first[-1], second[-1]) if joined else None, bias, joined, words)
+    assert layer._words_plan(host_cuda.HOST) is not None
+    norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
+    for _ in range(2):
+        x = torch.randn(1, hidden).bfloat16()
+        want = dataclasses.replace(layer, words=None).project(x, norm=norm)
+        assert torch.equal(layer.project(x, norm=norm), want) and not torch.equal(want, x)
+        assert (words.view(torch.int32) == -1).all(), "ready for the next step"
+
+
 def test_results_are_normed_and_added():
     hidden, y = torch.randn(2, 3, 2312).bfloat16()
     norm = Norm((0.1 * torch.randn(2312)).bfloat16(), 1e-6, plus_one=True)
