@@ -80,7 +80,6 @@ MISSING = {
     "deepseek_v32": ("deepseek_v3", "sparse attention and its indexer"),
     "deepseek_v4": ("deepseek_v3", "compressed attention of several kinds"),
     "kimi_linear": ("deepseek_v3", "linear attention layers"),
-    "ministral3": ("mistral", "queries that grow with their position"),
     "mistral4": ("deepseek_v3", "queries that grow with their position"),
     "gemma": ("gemma2", "its layers of two norms"),
     "gemma3n": ("gemma3_text", "alternating updates and per-layer embeddings"),
