@@ -18,6 +18,8 @@ batches, workloads of `bench latency` or all of them (`workloads`), and more pai
 sampling may follow. `preset:NAME:SCHEME*12@native,off` is the model with twelve layers on every
 side. A side that has not started after `--start-seconds` is ended, and a row says that it failed.
 `--turn FILE`: others that lock this file wait while something is started or measured here.
+`--first-configs`: vLLM's Triton kernels take the first of the configurations that they would try
+out (of Qwen3-Next's prompts alone there are dozens; steps have fixed ones).
 `--alike`: our engine's experts have the numbers of one (they lie apart, so a step reads as much as
 ever), and a large mixture is there in seconds.
 
@@ -123,6 +125,8 @@ def work(channel: Connection) -> None:
     try:
         if side != "native":
             look_at(order["architectures"])
+        if side != "native" and order["first_configs"]:
+            take_first_configs()
         if order["layers"]:
             shorten(order["layers"])
         if side == "native" and order["alike"]:
@@ -157,6 +161,12 @@ def look_at(architectures: list[str]) -> None:
     for name in architectures:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def take_first_configs() -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner.prune_configs = lambda self, kwargs: self.configs[:1]
 
 
 def shorten(layers: int) -> None:
@@ -407,7 +417,7 @@ class Bench:
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
         order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
         order |= dict(traceback_seconds=self.options.traceback_seconds, layers=self.subject.layers)
-        order |= dict(alike=self.options.alike)
+        order |= dict(alike=self.options.alike, first_configs=self.options.first_configs)
         for engine in self.engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
@@ -581,6 +591,7 @@ def parse() -> argparse.Namespace:
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
     add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
     add("--alike", action="store_true", help="our engine's experts have the numbers of one")
+    add("--first-configs", action="store_true", help="vLLM's Triton kernels are not tuned")
     add("--no-forks", action="store_true", help="every side imports vLLM itself")
     add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
     add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
