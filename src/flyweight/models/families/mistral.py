@@ -57,6 +57,7 @@ FAMILIES = {
             num_attention_heads=32,
             num_key_value_heads=8,
             max_position_embeddings=262144,
+            rms_norm_eps=1e-5,
             sliding_window=None,
             rope_parameters=YARN,
         ),
