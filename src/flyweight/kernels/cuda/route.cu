@@ -60,7 +60,7 @@ constexpr int AHEAD = 8;                  // pairs that a thread reads at a time
 constexpr int PER_GROUP = EXPERTS / GROUPS;
 constexpr int CHOICES = CHOSEN + JOINED;
 constexpr bool ALONE = ROWS == 1 && BY_TOKEN;  // one token
-constexpr bool BY_WARPS = ALONE && GROUPS == 1 && EXPERTS >= 256;  // one warp would take long
+constexpr bool BY_WARPS = ALONE && GROUPS == 1 && EXPERTS >= 256 && LISTED <= 32;  // one warp would take long
 static_assert(!LOGITS_ALONE || ALONE, "of one token alone");
 static_assert(KDIM % 8 == 0 && CHOICES <= 32 && CHOSEN <= EXPERTS, "sizes");
 static_assert(!JOINED || (!SHARED && TILE == 1) || !BY_TOKEN, "of one token alone");

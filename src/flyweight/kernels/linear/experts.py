@@ -38,7 +38,9 @@ THREADS = 256  # of a CTA of route.cu
 # how much longer the longest run of tiles may be where the choices of a token are added up at once
 UNEVEN = 1.1
 # from which on all warps of a thread block choose: route.cu, choose.cuh
-MANY_EXPERTS = 1 << 30  # off until it has run on a GPU: 256
+MANY_EXPERTS = 256
+# that they list at most a warp of: choose.cuh
+MOST_CHOSEN = 16
 # of all choices together, where they are: every CTA converts them all
 MOST_INPUTS = 8192
 
@@ -363,6 +365,7 @@ class GroupedExperts:
             self.words is None
             or not device.has_dependent_launch
             or routing.experts < MANY_EXPERTS
+            or routing.chosen > MOST_CHOSEN
             or routing.groups > 1
             or (self.shared is not None and not self.joined)
             or self.down.bias is not None
