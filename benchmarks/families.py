@@ -93,7 +93,10 @@ CHECKED = {
     "qwen3-8b": 2,
     "olmo2-7b": 2,
     "ministral-8b": 2,
+    "ministral-3-8b": 2,
     "qwen3-next-80b-a3b": 8,  # two that attend
+    "qwen3.5-9b": 8,
+    "qwen3.5-35b-a3b": 8,
 }
 Measure = Callable[[str, LLM], dict[str, Any]]
 # (name, why qkv and attention are two kernels, whether the second linear adds experts up)
