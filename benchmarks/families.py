@@ -196,7 +196,7 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
     decoder = llm.decoder
     steps = llm.engine.runner.steps
     separate = None
-    if steps is not None:
+    if isinstance(steps, DecodeGraphs):
         separate = next(iter(steps.steps.values())).decode.separate
     row = dict(
         kind="family check",
@@ -204,8 +204,8 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
         scheme=scheme,
         shapes="tiny" if tiny else "real",
         layers=CHECKED[preset],
-        captured=steps is not None,
-        why_not=unsupported_reason(decoder, PAGE),
+        captured=isinstance(steps, DecodeGraphs),
+        why_not=unsupported_reason(decoder, PAGE) if DEVICE == "cuda" else "no CUDA device",
         qkv_apart=separate,
         kernels=sorted({one.fused.kernel for b in decoder.blocks for one in b.linears.values()})[
             :6

@@ -91,6 +91,7 @@ def test_context_length_counts_the_factor_of_the_scaling():
     assert config(rope_scaling=YARN).context_length == 64
     assert config(rope_scaling=YARN | dict(factor=8.0)).context_length == 128
     assert config(rope_scaling=LLAMA3).context_length == 64
+    assert ModelConfig.from_dict(PRESETS["gemma-3-12b"]).context_length == 131072  # by a factor that is in it
     growing = dict(original_max_position_embeddings=16, llama_4_scaling_beta=0.1)
     assert config(rope_scaling=YARN | growing).context_length == 16  # from where on queries grow
 
