@@ -132,7 +132,7 @@ class GGUF:
             self.metadata = fields | self.metadata  # the first part has it all
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in FAMILIES:
-            near = difflib.get_close_matches(self.architecture, list(FAMILIES), n=1)
+            near = difflib.get_close_matches(self.architecture, list(FAMILIES), n=1, cutoff=0.75)
             nearest = f"; the nearest that is: {near[0]}" if near else ""
             raise UnsupportedError(
                 f"{self.path}: architecture {self.architecture!r} is not "

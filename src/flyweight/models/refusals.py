@@ -103,7 +103,7 @@ def unknown_architecture(data: Mapping[str, Any], known: Collection[str]) -> str
     name = data.get("model_type")
     near, reason = MISSING.get(str(name), (None, ""))
     if near is None:
-        near = next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)), None)
+        near = next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)), None)
     missing = f" ({reason} are missing)" if reason else ""
     nearest = f"; the nearest that is: {near}" if near in known else ""
     return (
