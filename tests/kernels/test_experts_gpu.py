@@ -174,7 +174,6 @@ def test_a_captured_layer_follows_its_input_and_repeats_its_bits(kind):
 
 def test_the_choices_of_one_token_are_added_up_at_once(monkeypatch):
     """Two layers by turns, as layers may not follow themselves; a shared expert, and more experts than one warp chooses from."""
-    monkeypatch.setattr(experts, "MANY_EXPERTS", 256)
     count, chosen, hidden, width = 300, 10, 2048, 512
     tensors = [(make("int4:128", (2 * width, hidden), i), make("int4:128", (hidden, width), i)) for i in range(4)]
 
@@ -219,9 +218,8 @@ def test_the_choices_of_one_token_are_added_up_at_once(monkeypatch):
     assert all(int(one.ready) == 0 and (one.words.view(torch.int32) == -1).all() for one in with_words)
 
 
-def test_choices_by_words_follow_their_input(monkeypatch):
+def test_choices_by_words_follow_their_input():
     """Other experts at every replay: each finds the words of its own token."""
-    monkeypatch.setattr(experts, "MANY_EXPERTS", 256)
     count, chosen, hidden, width = 512, 10, 2048, 512
     tensors = [(make("int4:128", (2 * width, hidden), i), make("int4:128", (hidden, width), i)) for i in range(8)]
     first = [linear_of(tensors[i % 8][0], activation="silu") for i in range(count)]

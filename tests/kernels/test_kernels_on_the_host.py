@@ -298,18 +298,14 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     assert int(ready) == 0
 
 
-@pytest.mark.parametrize(("joined", "gated", "sigmoid"), [(True, True, False), (True, False, True), (False, False, False)])
-def test_the_experts_own_kernel_chooses_as_the_route_does(joined, gated, sigmoid, monkeypatch):
-    monkeypatch.setattr(experts, "MANY_EXPERTS", 256)
+def test_the_experts_own_kernel_chooses_as_the_route_does():
     count, chosen, hidden, width = 259, 5, 320, 64
-    first, second = ([linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + joined)]
+    first, second = ([linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + 1)]
                      for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None)))
-    router = torch.randn(count + gated, hidden) * hidden**-0.5
-    routing = Routing(count, chosen, normalize=True, sigmoid=sigmoid, scale=2.5 if sigmoid else 1.0)
-    bias = torch.randn(count) if sigmoid else None
-    words = experts.empty_words(len(router), chosen + joined, router.device)
-    layer = GroupedExperts(experts.stack(first), experts.stack(second), router, torch.zeros(1, dtype=torch.int32), routing,
-                           (first[-1], second[-1]) if joined else None, bias, joined, words)
+    router = torch.randn(count + 1, hidden) * hidden**-0.5
+    words = experts.empty_words(len(router), chosen + 1, router.device)
+    layer = GroupedExperts(experts.stack(first), experts.stack(second), router, torch.zeros(1, dtype=torch.int32),
+                           Routing(count, chosen, normalize=True), (first[-1], second[-1]), joined=True, words=words)
     assert layer._words_plan(host_cuda.HOST) is not None
     norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
     for _ in range(2):
