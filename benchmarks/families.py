@@ -382,13 +382,13 @@ def depth(name: str, llm: LLM) -> dict[str, Any]:
         return found
 
     few = 12
-    again = [whole[i % few] for i in range(count)]
+    again = [copy.copy(whole[i % few]) for i in range(count)]  # the last is told by what it is
     row = dict(kind="family depth", preset=name.partition("@")[0], layers=count)
     row["all"] = step_us(whole)
     row |= {f"first {n}": step_us(whole[:n]) for n in (few, 2 * few) if n < count}
     row[f"the first {few} in turns"] = step_us(again)
     row["those, with states of their own"] = step_us([at(b, i) for i, b in enumerate(again)])
-    row["the first 4 in turns"] = step_us([whole[i % 4] for i in range(count)])
+    row["the first 4 in turns"] = step_us([copy.copy(whole[i % 4]) for i in range(count)])
     for block in whole:
         if isinstance(block.mlp, Experts) and block.mlp.grouped is not None:
             block.mlp.grouped.router.zero_()
