@@ -388,10 +388,10 @@ class GroupedExperts:
         ring = self._ring(x.shape[1], device)
         own = {"LOGITS_ALONE": 1, "RING": ring}
         nothing = (None,) * 8  # of what `route` leaves besides
-        args = (x, norm.weight, self.router, logits, *nothing, None, self.bias, 1)
         kernel = jit.load("route.cu", defines=self._defines(x, 1, 1, 1) | own).kernel("route")
         shared = max((4 * ring + 2) * x.shape[1], reserved(device))
-        args += (norm.epsilon, self.routing.scale)
+        given = (x, norm.weight, self.router, logits)
+        args = (*given, *nothing, None, self.bias, 1, norm.epsilon, self.routing.scale)
         kernel.launch((device.processors, 1), THREADS, args, shared=shared, pdl=True)
         gated = self._choose_and_multiply(x, logits, chosen, norm=norm)
         sum_words(self.down, gated, self.words, choices, plan, residual=x, out=out)
