@@ -17,12 +17,15 @@ starts when that is done. Rows name the classes that multiplied (`linear_kernels
 
 MODEL@SIDES@SHAPES@SAMPLING says it for one model: `native,off@1,64@greedy+top_p=0.9`; SHAPES are
 batches, workloads of `bench latency` or all of them (`workloads`), and more pairs of shapes and
-sampling may follow. `preset:NAME:SCHEME*12@off` is the model with twelve layers, for vLLM alone;
-with `--folders DIR` presets are written as folders where ours is a side, and all sides read these:
-only so can `--agree` compare them, and our engine have fewer layers. A side that has not started
-after `--start-seconds` is ended, and a row says that it failed. `--turn FILE`: others that lock
-this file wait while something is started or measured here; with `--start-early` only while it is
-measured.
+sampling may follow. `preset:NAME:SCHEME*12@native,off` is the model with twelve layers on every
+side; with `--folders DIR` presets are written as folders where ours is a side, and all sides read
+these: only so can `--agree` compare them. A side that has not started after `--start-seconds` is
+ended, and a row says that it failed. `--turn FILE`: others that lock this file wait while something
+is started or measured here; with `--start-early` only while it is measured.
+`--first-configs`: vLLM's Triton kernels take the first of the configurations that they would try
+out (of Qwen3-Next's prompts alone there are dozens; steps have fixed ones).
+`--alike`: our engine's experts have the numbers of one (they lie apart, so a step reads as much as
+ever), and a large mixture is there in seconds.
 
 vLLM takes half a minute to be imported, and again to look at a model's class in a process of its
 own. So its engines are forks of one process that has imported it, and look at the class in their
@@ -131,8 +134,12 @@ def work(channel: Connection) -> None:
     try:
         if side != "native":
             look_at(order["architectures"])
+        if side != "native" and order["first_configs"]:
+            take_first_configs()
         if order["layers"]:
             shorten(order["layers"])
+        if side == "native" and order["alike"]:
+            load_experts_alike()
         reader = claims.NAME if side == "on-all" else None
         options = EngineOptions(dtype=order["dtype"], quantization=reader, extra=order["extra"])
         engine = create(SIDES[side], order["model"], options)
@@ -166,10 +173,24 @@ def look_at(architectures: list[str]) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
+def take_first_configs() -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner.prune_configs = lambda self, kwargs: self.configs[:1]
+
+
 def shorten(layers: int) -> None:
     """Presets of this process have so many layers."""
     whole = presets.preset_config
     presets.preset_config = lambda name: whole(name) | dict(num_hidden_layers=layers)
+
+
+def load_experts_alike() -> None:
+    from families import one_for_all
+
+    from flyweight.models.layers import Linear
+
+    Linear.load = one_for_all(Linear.load)  # type: ignore[method-assign,assignment]
 
 
 def work_forked(channel: Connection, log: str, environment: dict[str, str], gpu: bool) -> None:
@@ -274,11 +295,6 @@ class Subject:
         rest += [""] * (len(rest) % 2 or 2 * (not rest))  # shapes and sampling by turns
         model, _, layers = model.partition("*")
         sides = tuple(named.split(",")) if named else tuple(options.sides)
-        if layers and "native" in sides and not options.folders:
-            raise SystemExit(
-                f"{text}: fewer layers are for vLLM, or for folders (--folders); ours: "
-                "benchmarks/families.py"
-            )
         wrong = [side for side in sides if side not in SIDES]
         if wrong:
             raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
@@ -436,6 +452,7 @@ class Bench:
         order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
         layers = None if self.is_folder else self.subject.layers
         order |= dict(traceback_seconds=self.options.traceback_seconds, layers=layers)
+        order |= dict(alike=self.options.alike, first_configs=self.options.first_configs)
         for engine in self.engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
@@ -484,6 +501,8 @@ class Bench:
             "start_s": told.get("seconds"),
             "vllm_mode": MODES.get(engine.side, "compiled") if self.subject.shapes else "eager",
         }
+        if engine.side == "native" and self.options.alike:
+            row |= dict(experts="alike")
         if self.subject.layers:
             row |= dict(layers=self.subject.layers)
             if not self.is_folder:  # what is known is of the whole model
@@ -612,6 +631,8 @@ def parse() -> argparse.Namespace:
     add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
     add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
+    add("--alike", action="store_true", help="our engine's experts have the numbers of one")
+    add("--first-configs", action="store_true", help="vLLM's Triton kernels are not tuned")
     add("--no-forks", action="store_true", help="every side imports vLLM itself")
     add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
     add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
