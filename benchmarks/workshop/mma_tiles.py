@@ -48,6 +48,11 @@ TILES: dict[int, list[tuple[int, ...]]] = {
     64: [(4, 1, 2, 8, 2), (8, 1, 1, 8, *BESIDE), (8, 1, 2, 8, 1)],
     2048: [(2, 2, 4, 8, 2), (4, 2, 4, 8, 1), (8, 1, 2, 16, 1)],
 }
+# More warps on an SM, or fewer reads of x for each product.
+MORE: dict[int, list[tuple[int, ...]]] = {
+    32: [(8, 1, 2, 4, 2), (4, 2, 2, 2, 2), (4, 1, 2, 4, 2), (4, 1, 4, 4, 2)],
+    64: [(8, 1, 1, 8, 2), (4, 2, 2, 4, 2), (2, 2, 4, 4, 2), (4, 2, 4, 4, 1)],
+}
 Run = Callable[[TiledWeight, Tensor], Tensor]
 
 
@@ -63,6 +68,12 @@ class Trial(NamedTuple):
     @property
     def size(self) -> tuple[int, int]:
         return (SHAPES | RAGGED)[self.shape]
+
+
+def more_trials() -> Iterator[Trial]:
+    for shape in ("gate_up", "down", "o"):
+        for rows, tiles in MORE.items():
+            yield Trial("w4a16", shape, rows, tiles)
 
 
 def trials(*, ragged: bool) -> Iterator[Trial]:
@@ -146,6 +157,7 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile and compare, time nothing")
+    parser.add_argument("--more", action="store_true", help="the tiles of MORE alone")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=600, help="begin nothing after so many")
     parser.add_argument("-o", "--out", type=Path, help="rows (JSONL)")
@@ -159,7 +171,7 @@ def main() -> None:
         processors=gpu.of(0).processors,
         overlap=dependent_launch.enabled,
     )
-    for trial in trials(ragged=options.compile):
+    for trial in more_trials() if options.more else trials(ragged=options.compile):
         if time.monotonic() - began > options.seconds:
             print(f"no time for {trial}")
             break
