@@ -72,8 +72,8 @@ class Trial(NamedTuple):
 
 def more_trials() -> Iterator[Trial]:
     for shape in ("gate_up", "down", "o"):
-        for rows, tiles in MORE.items():
-            yield Trial("w4a16", shape, rows, tiles)
+        for rows, several in MORE.items():
+            yield Trial("w4a16", shape, rows, several)
 
 
 def trials(*, ragged: bool) -> Iterator[Trial]:
