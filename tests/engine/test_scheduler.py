@@ -121,8 +121,9 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     assert turns(200) == [64, 64, 64, 8]
     assert turns(65) == [63, 2], "no token is left that would pass for an answer"
     assert turns(40, 40) == [64, 16], "several prompts share a pass"
-    assert turns(45, 45, 45) == [64, 64, 7], "as many wait as answer, but few"
-    assert turns(45, 45, 45, 45) == [180], "after a burst all are read at once"
+    assert turns(90, 90, 90) == [64, 64, 64, 64, 14], "as many wait as answer, but few"
+    assert turns(70, 70, 70, 70) == [280], "after a burst all are read at once"
+    assert turns(60, 60, 60, 60) == [64, 64, 64, 48], "where that is worth it"
     monkeypatch.setattr(schedulers, "MANY_CACHED", 100)
     assert turns(200) == [64, 64, 48, 24], "attention to many cached tokens takes longer"
     monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)

@@ -232,7 +232,7 @@ class Scheduler:
         long = max(most, self.prompt_tokens_beside)
         unread = reading + coming
         tokens = sum(request.missing for request in unread)
-        if tokens >= 2 * most and len(unread) >= max(BURST, BURST_SHARE * answers):
+        if tokens >= 4 * most and len(unread) >= max(BURST, BURST_SHARE * answers):
             return long
         if tokens >= long and self.long_gaps >= answers:
             self.long_gaps -= answers
