@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,29 @@ def test_every_room_has_its_place_in_the_order():
     assert there == set(stated), (
         "docs/architecture.md, `The order of rooms`, names other rooms than there are"
     )
+
+
+def test_files_that_the_map_names_are_there():
+    """In the tree, within the room whose line is above; elsewhere on the page by their path."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    source = ROOT / "src" / "flyweight"
+    tree = text.split("## The rooms")[1].split("```")[1]
+    missing = [
+        path
+        for path in re.findall(r"`([a-z_/]+\.(?:py|toml|h|c))`", text)
+        if not (source / path).exists() and not (ROOT / path).exists()
+    ]
+    folder = source
+    for line in tree.splitlines():
+        if begun := re.match(r"  ([a-z]\w*)/ ", line):
+            folder = source / begun[1]
+        elif re.match(r"  [a-z_]\w*\.py", line):
+            folder = source
+        for name in re.findall(r"\b[\w]+\.(?:py|toml)\b", line):
+            if not any(folder.rglob(name)):
+                missing.append(f"{folder.name}/{name}")
+    assert not missing
+    assert len(re.findall(r"\.py", tree)) > 100, "the tree was read"
 
 
 def test_rooms_import_downwards_only():

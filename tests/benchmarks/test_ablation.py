@@ -1,10 +1,9 @@
 """Kernels left out of decode steps, as far as a machine without a GPU can tell: what runs instead, and the rows."""
 
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import clean_process
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -23,7 +22,7 @@ TARGET = Target(GPUS["sm_90a"], sequences=16)
 def test_steps_of_a_model_launch_other_kernels_instead():
     """By a process of its own: one that has pretended a GPU is good for nothing else."""
     small = {"batch.cu", "batch_pack.cu"}
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with clean_process.pool() as pool:
         asked = [pool.submit(ablation.wanted_by, "tiny:int4", variants, TARGET)
                  for variants in ([("gemm_small",)], [(), ("gemm_small",)])]
         others, all_of_them = ({one.file for one in future.result()} for future in asked)

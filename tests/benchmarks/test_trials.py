@@ -1,13 +1,12 @@
 """Other cuts and constants, as far as a machine without a GPU can tell: what is asked for, and what it would take to compile."""
 
 import argparse
-import multiprocessing
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import clean_process
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +62,7 @@ def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path):
 def test_steps_as_now_and_as_tried_are_asked_for_together():
     """By a process of its own: one that has pretended a GPU is good for nothing else. What is asked for is compiled as above."""
     options = argparse.Namespace(what="steps", model="preset:tiny:w8a8", tries=["gemm_shape.RESERVED_BESIDE=61440"], rows=[16])
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with clean_process.pool() as pool:
         found = pool.submit(wanted_by, options).result()
     products = {}
     for one in found:

@@ -4,6 +4,7 @@ import json
 import tomllib
 from types import SimpleNamespace
 
+import clean_process
 import pytest
 import torch
 
@@ -99,10 +100,7 @@ def test_the_screen_has_the_table_the_reasons_and_the_shares(small):
 
 @pytest.mark.parametrize(("name", "small_batch"), [("sm_86", "gemm_mma")])
 def test_kernels_of_a_gpu_that_is_not_here_are_planned(name, small_batch):
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with clean_process.pool() as pool:
         row = pool.submit(planned_int4, name).result()
     assert row[0]["kernel"] == "gemv" and row[1]["kernel"] == small_batch
     assert [one["rows"] for one in row] == [1, 8, 64, 2048] and all(one["why"] for one in row)

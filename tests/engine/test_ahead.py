@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import dry_runs
+import clean_process
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from flyweight.models.random_folder import write_preset
 
 
 def in_a_process(function, *arguments):
-    with dry_runs.process() as pool:
+    with clean_process.pool() as pool:
         return pool.submit(function, *arguments).result()
 
 

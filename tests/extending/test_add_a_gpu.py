@@ -4,9 +4,7 @@ that are not its own.
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
+import clean_process
 import pytest
 
 from flyweight.gpu import GPUS, Gpu
@@ -47,7 +45,7 @@ def launches_on(gpu: Gpu, model: str) -> list[tuple[str, int, int, int]]:
 
 @pytest.mark.parametrize("model", ["preset:qwen3-0.6b:int4", "preset:tiny:vptq"])
 def test_every_launch_fits_a_gpu_that_is_in_no_table(model):
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with clean_process.pool() as pool:
         found = pool.submit(launches_on, SMALL, model).result()
     assert {file for file, *_ in found} & {"gemv.cu", "vptq.cu", "vptq_layout.cu"}
     for file, threads, shared, cluster in found:

@@ -1,9 +1,7 @@
 """Every launch of decode steps and passes fits the GPU it is planned for, whichever of the table that is: no GPU needed."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import planned_launches
+import clean_process
 import pytest
 
 from flyweight.gpu import GPUS
@@ -42,8 +40,7 @@ def families_of(name):
 
 
 def gathered(work, models_of):
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+    with clean_process.pool(WORKERS) as pool:
         futures = {name: pool.submit(work, name, models_of(name)) for name in GPUS}
         return {name: future.result() for name, future in futures.items()}
 

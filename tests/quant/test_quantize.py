@@ -1,22 +1,25 @@
 """Whole models: the block loop, resuming, reproducibility, the files that come out."""
 
 import errno
+import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.writer import CheckpointWriter
-from flyweight.errors import FlyweightError, OptionError, ResourceError, UnsupportedError
+from flyweight.errors import CheckpointError, FlyweightError, OptionError, ResourceError, UnsupportedError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
 from flyweight.models.attention import Whole
@@ -67,28 +70,39 @@ def fast(name):
     return Recipe.from_dict(recipe.to_dict() | few, name)
 
 
+@pytest.fixture(scope="module")
+def made(model, text, tmp_path_factory):
+    """(folder, summary) of a scheme, made once for all tests that look at it."""
+    folder = tmp_path_factory.mktemp("made")
+
+    @functools.cache
+    def once(name):
+        return folder / name, make(model, text, folder / name, recipe=fast(name))
+
+    return once
+
+
 @pytest.mark.parametrize("name", list(named()))
-def test_every_scheme_makes_a_model_that_loads_and_stays_close(name, model, text, tmp_path):
-    summary = make(model, text, tmp_path / "out", recipe=fast(name))
+def test_every_scheme_makes_a_model_that_loads_and_stays_close(name, model, made):
+    output, summary = made(name)
     ids = torch.tensor([Checkpoint(model).tokenizer().encode(TEXT, add_special_tokens=False)[:48]])
     before, after = (Decoder.load(Checkpoint(folder), device="cpu", dtype=torch.float32, exact=True).forward_whole(ids)
-                     for folder in (model, tmp_path / "out"))
+                     for folder in (model, output))
     sparse, coarse = named()[name].sparse, summary.bits_per_weight < 6
     distance = float((after - before).norm() / before.norm())
     assert distance < (1.0 if sparse or coarse else 0.4 if name.startswith("fp8") else 0.15)
     assert set(summary.layers) == {f"model.layers.{i}.{linear}" for i in range(3) for linear in LINEARS}
-    assert summary.bytes_after == Checkpoint(tmp_path / "out").nbytes
+    assert summary.bytes_after == Checkpoint(output).nbytes
     if sparse:
         for prefix in summary.layers:
-            weight = Checkpoint(tmp_path / "out").linear(prefix).dequantize()
+            weight = Checkpoint(output).linear(prefix).dequantize()
             assert ((weight != 0).unflatten(1, (-1, 4)).sum(-1) <= 2).all(), f"{prefix}: the 2:4 mask is broken"
 
 
 @pytest.mark.parametrize("name", ["gptq-int4", "w8a8-smooth-gptq", "vptq-3bit", "int4-best"])
-def test_two_runs_give_the_same_bytes(name, model, text, tmp_path):
-    for run in ("a", "b"):
-        make(model, text, tmp_path / run, recipe=fast(name))
-    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+def test_two_runs_give_the_same_bytes(name, model, text, made, tmp_path):
+    make(model, text, tmp_path / "again", recipe=fast(name))
+    assert digest(made(name)[0]) == digest(tmp_path / "again")
 
 
 MOMENTS = ("layer 9", "block 1", "tensor 5", "cleanup 1", "block 1,layer 3,rename 2,tensor 20")
@@ -252,6 +266,26 @@ def test_what_a_format_cannot_hold_is_refused_in_the_first_block(model, text, tm
     with pytest.raises(UnsupportedError, match=rf"model\.layers\.0\..*the vptq format cannot hold this weight: .*{reason}"):
         make(model, text, tmp_path / "out", scheme=scheme, format=format, listen=events.append)
     assert not [event for event in events if event.kind == "finished"]
+
+
+@pytest.mark.parametrize(("changes", "extra", "told"), [
+    (dict(), "model.layers.0.self_attn.q_norm.weight", "without a place in the model: model.layers.0.self_attn.q_norm.weight"),
+    (dict(), "model.other", "without a place in the model: model.other"),
+    (dict(num_hidden_layers=1), None, "a layer or part that config.json does not announce"),
+    (dict(vocab_size=1024), None, "model.embed_tokens: shape"),
+    (dict(tie_word_embeddings=True), None, "lm_head.weight differs"),
+])
+def test_what_would_be_left_out_of_the_result_is_refused(changes, extra, told, text, tmp_path):
+    """As the loader refuses it: the result would load, and talk nonsense."""
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {extra: torch.ones(3)} if extra else {}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        make(folder, text, tmp_path / "out", "rtn-int4")
+    assert not (tmp_path / "out").exists()
 
 
 def test_running_out_of_memory_is_one_clear_line(model, text, tmp_path, monkeypatch):

@@ -66,6 +66,19 @@ def test_quantize_then_compare(call, files):
     assert "KL" in call("eval", model, folder / "gptq-int8", "--text", text, "--window", 40, "--device", "cpu")[1]
 
 
+def test_a_context_shorter_than_the_usual_window_is_measured_in_windows_of_its_own(call, tmp_path):
+    model = make_tiny_model(tmp_path / "model", max_position_embeddings=32)
+    (tmp_path / "text.txt").write_text(TEXT)
+    measured = ("--device", "cpu", "--json")
+    code, out, err = call("quantize", model, "--scheme", "rtn-int8", "-o", tmp_path / "int8", "--eval", tmp_path / "text.txt",
+                          "--eval-tokens", 100, *measured)
+    assert code == 0, err
+    code, out, err = call("eval", tmp_path / "int8", "--text", tmp_path / "text.txt", "--tokens", 100, *measured)
+    assert code == 0 and json.loads(out.splitlines()[-1])["window"] in (31, 32), err
+    code, _, err = call("eval", tmp_path / "int8", "--text", tmp_path / "text.txt", "--window", 33, "--device", "cpu")
+    assert code == 2 and "at most 3" in err
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "quantize needs a model and an output folder"),
     (["nowhere/", "-o", "x"], "nowhere"),

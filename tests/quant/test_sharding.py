@@ -32,6 +32,17 @@ def test_what_cannot_be_divided_is_refused_before_the_work():
     with pytest.raises(OptionError, match=r"vectors of 6 for each GPU"):
         sharding.check_vectors(config(), find("vptq:v6-k256"), 2)
     sharding.check_vectors(config(), find("vptq:v8-k256"), 4)
+    with pytest.raises(OptionError, match=r"no codebook for 2 bits fits a layer of 8 × 16"):
+        small = config(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+        sharding.check_vectors(small, find("vptq-2bit"), 1)
+
+
+def test_widths_that_two_of_four_cannot_be_kept_of_are_refused_before_the_work():
+    odd = config(intermediate_size=129)
+    with pytest.raises(OptionError, match=r"multiple of four inputs; this model has some of 129"):
+        sharding.check_pruning(odd, find("w8a16-sparse-awq"))
+    sharding.check_pruning(odd, find("gptq-int4"))
+    sharding.check_pruning(config(), find("w8a16-sparse-awq"))
 
 
 def test_a_folder_that_was_made_for_ranks_can_be_cut(tmp_path):

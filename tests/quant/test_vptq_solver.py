@@ -72,6 +72,17 @@ def test_refitting_and_reassigning_lower_the_error():
     assert errors[0] > errors[1] >= errors[2]
 
 
+def test_books_that_the_file_cannot_hold_are_not_kept(monkeypatch):
+    """Main and residual entries can grow without end against each other in a small layer."""
+    weight, statistics = problem()
+    kept = vptq(weight, statistics, VPTQ(length=4, main=16, residual=4, refits=0))
+    monkeypatch.setattr(
+        "flyweight.quant.vptq.conjugate_gradients", lambda apply, right, *_: torch.full_like(right, 1e6)
+    )
+    found = vptq(weight, statistics, VPTQ(length=4, main=16, residual=4, refits=1))
+    assert torch.equal(found.codebook, kept.codebook) and found.dequantize().isfinite().all()
+
+
 def test_choosing_both_entries_together_is_better_than_one_after_the_other():
     weight, statistics = problem()
     greedy, joint = (layer_error(weight, vptq(weight, statistics, VPTQ(length=4, main=16, residual=16, beam=beam, refits=0))

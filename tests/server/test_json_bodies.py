@@ -52,6 +52,8 @@ def test_a_page_of_another_site_cannot_send_json_as_plain_text(server, header):
         ('{\n "prompt": "hello"\n "max_tokens": 3}', "line 3, column 2"),
         ("prompt=hello", "line 1, column 1, near 'prompt=hello'"),
         ('{"prompt": "hel', "line 1, column 12"),
+        ('{"prompt": "é"}'.encode("latin-1"), "no UTF-8"),
+        ("[" * 99_000, "nested too deeply"),
     ],
 )
 def test_broken_json_is_named_by_line_and_column(server, body, place):

@@ -208,11 +208,12 @@ class Checkpoint:
             return []
         return [f"model.layers.{layers + index}.*" for index in range(min(count, 16))]
 
-    def check_used(self, ignore: Iterable[str] = ()) -> None:
-        """Every tensor of the files must have been read: a model that loads by half
-        gives garbage.
+    def check_used(self, ignore: Iterable[str] = (), *, within: str = "") -> None:
+        """Every tensor of the files must have been read, or every one whose name begins so: a model
+        that loads by half gives garbage.
         """
-        if not (left := self.unused(ignore)):
+        left = [name for name in self.unused(ignore) if name.startswith(within)]
+        if not left:
             return
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         guess = next(

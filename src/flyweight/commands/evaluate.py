@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flyweight.quant.evaluate import Agreement, Perplexity
     from flyweight.quant.subject import Subject
 
+WINDOW = 512  # tokens
 PIPE_WIDTH = 110  # columns of a table where no terminal says
 BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text holds nothing
 
@@ -31,7 +32,13 @@ def evaluate(
     text: Annotated[
         str, typer.Option(help="A plain text file, UTF-8; built-in: two pages of prose.")
     ] = BUILT_IN,
-    window: Annotated[int, typer.Option(min=2, help="Tokens the model sees at a time.")] = 512,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help=f"Tokens the model sees at a time; {WINDOW}, fewer where the context is shorter.",
+        ),
+    ] = None,
     stride: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens from one window to the next; default: the window."),
@@ -108,10 +115,11 @@ def evaluate(
                 kv_dtype=None if own else kv_dtype,
                 prompt_dtype=None if own else prompt_dtype,
             )
-        if window + (subject.bos is not None) > subject.decoder.config.context_length:
+        window = window or min(WINDOW, subject.longest_window)
+        if window > subject.longest_window:
             raise OptionError(
-                f"--window {window} is more than the context of "
-                f"{subject.decoder.config.context_length} tokens"
+                f"--window {window} is more than the context of {name}: at most "
+                f"{subject.longest_window} tokens"
             )
         if first is not None and subject.ids != first.ids:
             raise OptionError(

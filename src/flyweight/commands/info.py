@@ -236,10 +236,15 @@ def _machine_facts(machine: Any) -> dict[str, str]:
     memory = "RAM" if machine.on_cpu else "GPU memory"
     states = machine.state_bytes_per_sequence
     beside = f", less {decimal(states)} of states a sequence" if states else ""
+    cache = f"{decimal(machine.kv_bytes)} left"
+    if machine.kv_tokens is None:
+        cache += f": {decimal(states)} of states a sequence, nothing for each token"
+    else:
+        each = decimal(machine.kv_bytes_per_token)
+        cache += f": {machine.kv_tokens:,} tokens of {each}{beside}"
     return {
         "machine": f"{machine.device}, {decimal(machine.memory_bytes)} of {memory} ({kind})",
-        "KV cache": f"{decimal(machine.kv_bytes)} left: {machine.kv_tokens:,} tokens of "
-        f"{decimal(machine.kv_bytes_per_token)}{beside}",
+        "KV cache": cache,
         "speed limit": f"{machine.limit_tok_s:,.1f} tokens/s at batch 1, before any context: "
         f"{decimal(machine.read_bytes_per_token)} of weights read for each token, "
         f"{machine.copy_gb_s:,.1f} GB/s measured by a copy",

@@ -260,7 +260,7 @@ def measure(
     """Perplexity of one model, as `flyweight eval` measures it."""
     from rich.console import Console
 
-    from flyweight.commands.evaluate import show_progress
+    from flyweight.commands.evaluate import WINDOW, show_progress
     from flyweight.quant.evaluate import perplexity
     from flyweight.quant.subject import load_subject
 
@@ -268,7 +268,12 @@ def measure(
     batch = 8 if subject.decoder.device.type == "cuda" else 1
     with show_progress(Console(stderr=True, highlight=False)) as update:
         result = perplexity(
-            subject.decoder, subject.ids[:tokens], bos=subject.bos, progress=update, batch=batch
+            subject.decoder,
+            subject.ids[:tokens],
+            window=min(WINDOW, subject.longest_window),
+            bos=subject.bos,
+            progress=update,
+            batch=batch,
         )
     return {"perplexity": result.perplexity, "error": result.error, "tokens": result.tokens}
 

@@ -34,8 +34,9 @@ class Capacity:
     state_bytes_per_sequence: int = 0  # of layers without keys and values
 
     @property
-    def kv_tokens(self) -> int:
-        return self.kv_bytes // self.kv_bytes_per_token
+    def kv_tokens(self) -> int | None:
+        """None: tokens take no memory, as every layer keeps a state."""
+        return self.kv_bytes // self.kv_bytes_per_token if self.kv_bytes_per_token else None
 
     @property
     def limit_tok_s(self) -> float:

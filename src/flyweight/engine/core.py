@@ -227,8 +227,7 @@ class Engine:
         prepare.
         """
         with self.lock:
-            passes = vars(self.runner).get("passes")
-            return not self.busy and passes is not None and passes.rest()
+            return not self.busy and self.runner.rest()
 
     def _launched(self, works: Sequence[Work]) -> None:
         """The model runs, tokens are still to be chosen."""

@@ -23,7 +23,6 @@ from flyweight.models.rope import long_rows
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
 
-POOLINGS = ("mean", "last")
 BLOCK = 16  # tokens
 
 

@@ -229,8 +229,10 @@ def count_blocks(
     """
     fraction = DEFAULT_FRACTION[device.type] if memory_fraction is None else memory_fraction
     budget = cache_budget(device, fraction, reserved)
-    block_bytes = shape.token_bytes * block_size
     longest = -(-context // block_size)
+    if not shape.token_bytes:  # every layer keeps a state: blocks are numbers without memory
+        return longest * sequences
+    block_bytes = shape.token_bytes * block_size
     if longest * block_bytes > budget:
         fits = max(budget, 0) // block_bytes * block_size
         raise ResourceError(

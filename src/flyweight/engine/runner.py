@@ -258,6 +258,10 @@ class Runner:
             else PassGraphs(self.model, self.caches, self.rows)
         )
 
+    def rest(self) -> bool:
+        """Nobody is there: prepare a pass for the next time. Whether there was one to prepare."""
+        return self.passes is not None and self.passes.rest()
+
     @torch.inference_mode()
     def launch(self, works: Sequence[Work], launched: Callable[[], None] | None = None) -> Flight:
         """`launched` is called when the model is on its way, before tokens are chosen: constraints

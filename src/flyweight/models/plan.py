@@ -148,10 +148,6 @@ class Group:
         """Of an expert that sees only the tokens sent to it."""
         return self.name.startswith("experts.")
 
-    @property
-    def follows_norm(self) -> bool:
-        return self.source.endswith("norm")
-
 
 @dataclass(frozen=True)
 class LatentPlan:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -302,7 +302,7 @@ class PresetWeights:
         make = Plain.random if prefix in KEPT or spared else SCHEMES[self.scheme]
         return make(shape, self._seed(prefix + ".weight"), self.device, dtype=self.dtype)
 
-    def check_used(self) -> None:
+    def check_used(self, ignore: Iterable[str] = (), *, within: str = "") -> None:
         """Nothing can be left over: tensors are made when asked for."""
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -141,7 +141,11 @@ class Loop:
         return finished
 
     def load(self, index: int) -> WorkBlock:
-        return WorkBlock.load(self.source, self.config, index, device=self.device, dtype=self.dtype)
+        block = WorkBlock.load(
+            self.source, self.config, index, device=self.device, dtype=self.dtype
+        )
+        self.source.check_used(within=f"model.layers.{index}.")  # it would be left out
+        return block
 
     def restore(self, finished: FinishedBlock, index: int) -> WorkBlock:
         return WorkBlock.restore(finished, self.config, index, device=self.device, dtype=self.dtype)

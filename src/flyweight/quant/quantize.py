@@ -23,6 +23,8 @@ from flyweight.device import pick_device
 from flyweight.errors import OptionError, ResourceError
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.config import ModelConfig
+from flyweight.models.decoder import HEAD, check_tied
+from flyweight.models.layers import EMBEDDING, check_shape
 from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import plan_of
 from flyweight.quant import sharding
@@ -45,7 +47,7 @@ from flyweight.quant.summary import (
     layer_figures,
     layer_tensors,
 )
-from flyweight.tensors import QuantTensor
+from flyweight.tensors import Plain, QuantTensor
 
 
 def quantize(
@@ -73,6 +75,7 @@ def quantize(
     if options.resume and (done := job.already_finished(fingerprint)) is not None:
         return done
     job.check_output()
+    job.check_source()
     files = getattr(job.source, "files", ())
     store = BlockStore(job.output, fingerprint, resume=options.resume, files=files)
     on_gpu = job.device.type == "cuda"
@@ -134,7 +137,24 @@ class Job:
         self.recipe = recipe.with_group_size(
             lambda size: size if size == -1 else fit_group_size(size, widths)
         )
+        sharding.check_pruning(self.config, self.recipe)
         sharding.check_vectors(self.config, self.recipe, options.shards)
+
+    def check_source(self) -> None:
+        """What does not fit the config, or has no place in the result, shows before the work; of
+        the layers it shows as each is read.
+        """
+        if not isinstance(self.source, Checkpoint):
+            return  # random weights are made to fit
+        vocabulary = (self.config.vocab_size, self.config.hidden_size)
+        embedding = self.source.tensor(f"{EMBEDDING}.weight")
+        check_shape(EMBEDDING, embedding.shape, vocabulary)
+        if self.config.tied_embeddings:
+            check_tied(self.source, Plain(embedding))
+        else:
+            check_shape(HEAD, self.source.tensor(f"{HEAD}.weight").shape, vocabulary)
+        layers = (f"model.layers.{index}.*" for index in range(self.config.layers))
+        self.source.check_used(layers)
 
     def check_output(self) -> None:
         if self.output.is_file():

@@ -7,11 +7,14 @@ group sizes are chosen so, and what cannot be divided is refused before the work
 
 from __future__ import annotations
 
+import torch
+
 from flyweight.errors import OptionError
 from flyweight.models.config import ModelConfig
 from flyweight.models.plan import Group
 from flyweight.models.standard import plan_of
 from flyweight.quant.recipe import Recipe
+from flyweight.quant.vptq import choose_shape
 
 LONGEST_VECTOR = 8  # that vptq chooses by itself
 
@@ -37,18 +40,33 @@ def linear_widths(config: ModelConfig, shards: int = 1) -> list[int]:
     return sorted(found)
 
 
+def check_pruning(config: ModelConfig, recipe: Recipe) -> None:
+    """2:4 keeps two of every four inputs."""
+    for width in linear_widths(config) if recipe.sparse else ():
+        if width % 4:
+            raise OptionError(
+                f"2:4 pruning needs linears of a multiple of four inputs; this model has some of "
+                f"{width}: take a scheme without `sparse`"
+            )
+
+
 def check_vectors(config: ModelConfig, recipe: Recipe, shards: int) -> None:
-    """Vectors of vptq are outputs of one column: each must be one GPU's."""
-    if shards == 1:
-        return
+    """There must be a codebook that each layer of vptq is large enough for; its vectors are outputs
+    of one column, and each must be one GPU's.
+    """
     for index, layer in enumerate(plan_of(config).layers):
         for group in layer.groups:
-            if is_cut_by_inputs(group) or not group.sizes:
+            if not group.sizes:
                 continue
             chosen = recipe.layers_for(index, group.linears)
             for name, size, one in zip(group.linears, group.sizes, chosen, strict=True):
+                if one.solver != "vptq":
+                    continue
+                choose_shape(one.vptq(torch.float16, 0), size, group.in_features)
+                if is_cut_by_inputs(group):
+                    continue
                 length = one.vector_length or LONGEST_VECTOR
-                if one.solver == "vptq" and size % (shards * length):
+                if shards > 1 and size % (shards * length):
                     raise OptionError(
                         f"--shards {shards}: {name} has {size} outputs, no whole number of vectors "
                         f"of {length} for each GPU; take another length (--scheme vptq:v8-…)"

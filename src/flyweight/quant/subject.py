@@ -52,6 +52,11 @@ class Subject:
     bos: int | None
 
     @property
+    def longest_window(self) -> int:
+        """Tokens that its context holds behind the BOS of each window."""
+        return self.decoder.config.context_length - (self.bos is not None)
+
+    @property
     def kv_dtype(self) -> str:
         """In which keys and values are seen."""
         format = self.decoder.kv_scheme.format

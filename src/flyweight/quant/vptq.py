@@ -106,8 +106,8 @@ def choose_shape(settings: VPTQ, rows: int, columns: int) -> VPTQ:
                     found.append((shape_score(shape), shape))
     if not found:
         raise OptionError(
-            f"no codebook for {settings.bits:g} bits fits a layer of {rows} × {columns}; "
-            "leave it out"
+            f"no codebook for {settings.bits:g} bits fits a layer of {rows} × {columns}: take "
+            'another scheme, or a recipe that keeps such layers (solver = "keep")'
         )
     return max(found, key=lambda item: item[0])[1]
 
@@ -268,13 +268,14 @@ class Solver:
         before = self.error(self.values)
         self.refit()
         values = self.decode()
-        if self.error(values) > before:
+        # not `>`: of books that the file's type cannot hold the error is no number
+        if not self.error(values) <= before:
             self.books = books
             self.wide = wide
             values = self.values
         indices = self.main, self.residual
         self.values = self.descend(values)
-        if self.error(self.values) > self.error(values):
+        if not self.error(self.values) <= self.error(values):
             (self.main, self.residual) = indices
             self.values = values
 

@@ -59,6 +59,7 @@ WEIGHT_ONLY = {
     "int4 groups of 8": groups(4, 8, False),
     "int3 act-order": groups(3, 64, False, act_order=True),
     "int3 last group short": groups(3, 128, False, columns=576),
+    "int3 whole rows, ragged": groups(3, -1, False, columns=129),
     "int3 float32 scales": groups(3, 64, False, dtype=torch.float32),
     "int5 groups of 16": groups(5, 16, True),
 } | {

@@ -217,7 +217,7 @@ def pack_small(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight:
     whole = torch.nn.functional.pad(values, (0, max(0, columns - values.shape[1])))
     if layout.order is not None:  # what fills a group up meets an x of zero
         whole = values[:, layout.order.clamp(min=0).long()]
-    each = min(tensor.group_size, columns) // layout.group  # copies of a scale
+    each = -(-min(tensor.group_size, columns) // layout.group)  # copies of a scale
     spread = small_codes.Spread(
         scales=scales.repeat_interleave(each, 1)[:, : layout.groups],
         zeros=None

@@ -20,31 +20,13 @@ from flyweight.models.families import (
     smollm,
 )
 
-ALL: dict[str, Family] = {
-    **olmo.FAMILIES,
-    **granite.FAMILIES,
-    **smollm.FAMILIES,
-    **phi.FAMILIES,
-    **mistral.FAMILIES,
-    **glm.FAMILIES,
-    **deepseek.FAMILIES,
-    **gemma.FAMILIES,
-    **gpt_oss.FAMILIES,
-    **qwen_next.FAMILIES,
-}
+MODULES = (olmo, granite, smollm, phi, mistral, glm, deepseek, gemma, gpt_oss, qwen_next)
 
-PRESETS: dict[str, dict[str, Any]] = {
-    **olmo.PRESETS,
-    **granite.PRESETS,
-    **smollm.PRESETS,
-    **phi.PRESETS,
-    **mistral.PRESETS,
-    **glm.PRESETS,
-    **deepseek.PRESETS,
-    **gemma.PRESETS,
-    **gpt_oss.PRESETS,
-    **qwen_next.PRESETS,
-}
+ALL: dict[str, Family] = {}
+PRESETS: dict[str, dict[str, Any]] = {}
+for _module in MODULES:
+    ALL |= _module.FAMILIES
+    PRESETS |= _module.PRESETS
 
 for _name, _family in ALL.items():
     register(_name, _family)
