@@ -192,30 +192,30 @@ def test_the_choices_of_one_token_are_added_up_at_once(monkeypatch):
     norm = Norm((1 + 0.1 * torch.randn(hidden, device="cuda")).bfloat16(), EPSILON)
     x = torch.randn(1, hidden, device="cuda").bfloat16()
 
-    def run(out):
+    def run(stack, out):
         out.copy_(x)
-        for one in layers:
+        for one in stack:
             one.project(out, out, norm=norm)
 
     with monkeypatch.context() as patch:
         patch.setattr(experts, "sum_plan", lambda *_: None)
         want = torch.empty_like(x)
-        run(want)
-    with_words, out, firsts = layers, torch.empty_like(x), []
-    for layers in (with_words, [dataclasses.replace(one, words=None) for one in with_words]):
-        run(out)
+        run(layers, want)
+    out, firsts = torch.empty_like(x), []
+    for stack in (layers, [dataclasses.replace(one, words=None) for one in layers]):
+        run(stack, out)
         first = out.clone()
         assert relative_error(first, want.double()) < 8e-3 and relative_error(first - x, (want - x).double()) < 0.1
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            run(out)
+            run(stack, out)
         for _ in range(200):
             out.fill_(torch.nan)
             graph.replay()
             assert torch.equal(out, first)
         firsts.append(first)
     assert torch.equal(*firsts), "whoever chooses"
-    assert all(int(one.ready) == 0 and (one.words.view(torch.int32) == -1).all() for one in with_words)
+    assert all(int(one.ready) == 0 and (one.words.view(torch.int32) == -1).all() for one in layers)
 
 
 def test_choices_by_words_follow_their_input():

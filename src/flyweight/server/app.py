@@ -327,6 +327,8 @@ def add_handlers(app: FastAPI) -> None:
         # the only 400 that is not ours: a body that no parser gets through
         unreadable = "the body is not JSON: no UTF-8, or nested too deeply"
         body = error_body(
-            unreadable if error.status_code == 400 else str(error.detail), kind="invalid_request_error", code=str(error.status_code)
+            unreadable if error.status_code == 400 else str(error.detail),
+            kind="invalid_request_error",
+            code=str(error.status_code),
         )
         return json_response(body, status=error.status_code, headers=dict(error.headers or {}))
