@@ -5,6 +5,7 @@
         rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
     python benchmarks/families.py variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
+    python benchmarks/families.py depth qwen3-next-80b-a3b:int4 --out rows.jsonl
     python benchmarks/families.py latent --out rows.jsonl
 
 `check` takes presets with few layers and short windows, random weights, and compares the
@@ -13,7 +14,9 @@ plain torch on the same weights. The measure is the same model in 16 bits throug
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
 long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
 `variants` times steps with qkv and attention in one kernel or apart, experts added up by their
-second linear or by a kernel of its own; `latent` the attention of prompts whose values are narrower
+second linear or by a kernel of its own; `depth` what a layer takes in models of more and fewer
+layers, of as many layers with the weights of few, and where all tokens have the same experts;
+`latent` the attention of prompts whose values are narrower
 than their keys. In these all experts of a model have the numbers of one: they lie apart, so a step
 reads as much as ever, and a large mixture is there in seconds.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -48,7 +52,9 @@ from flyweight.kernels.linear import experts
 from flyweight.machine import copy_bandwidth
 from flyweight.models.decode_step import unsupported_reason
 from flyweight.models.decoder import Decoder
+from flyweight.models.layer import Block
 from flyweight.models.layers import Linear
+from flyweight.models.moe import Experts
 from flyweight.models.presets import PresetWeights, preset_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU tries the script itself out
@@ -87,7 +93,10 @@ CHECKED = {
     "qwen3-8b": 2,
     "olmo2-7b": 2,
     "ministral-8b": 2,
+    "ministral-3-8b": 2,
     "qwen3-next-80b-a3b": 8,  # two that attend
+    "qwen3.5-9b": 8,
+    "qwen3.5-35b-a3b": 8,
 }
 Measure = Callable[[str, LLM], dict[str, Any]]
 # (name, why qkv and attention are two kernels, whether the second linear adds experts up)
@@ -187,7 +196,7 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
     decoder = llm.decoder
     steps = llm.engine.runner.steps
     separate = None
-    if steps is not None:
+    if isinstance(steps, DecodeGraphs):
         separate = next(iter(steps.steps.values())).decode.separate
     row = dict(
         kind="family check",
@@ -195,8 +204,8 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
         scheme=scheme,
         shapes="tiny" if tiny else "real",
         layers=CHECKED[preset],
-        captured=steps is not None,
-        why_not=unsupported_reason(decoder, PAGE),
+        captured=isinstance(steps, DecodeGraphs),
+        why_not=unsupported_reason(decoder, PAGE) if DEVICE == "cuda" else "no CUDA device",
         qkv_apart=separate,
         kernels=sorted({one.fused.kernel for b in decoder.blocks for one in b.linears.values()})[
             :6
@@ -348,6 +357,45 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
     return row
 
 
+def depth(name: str, llm: LLM) -> dict[str, Any]:
+    """Microseconds of a step, and of one more layer: does its own work take longer in a deep model,
+    or is it what lies between two visits of the same weights?
+    """
+    steps = llm.engine.runner.steps
+    assert isinstance(steps, DecodeGraphs)
+    whole = list(llm.decoder.blocks)
+    count = len(whole)
+
+    def step_us(blocks: list[Block]) -> float:
+        llm.decoder.blocks = blocks
+        steps.steps.clear()
+        steps.graphs.clear()
+        gc.collect()
+        found = round(1e6 / tokens_a_second(llm), 1)
+        print(f"{len(blocks)} layers: {found} us", flush=True)
+        return found
+
+    def at(block: Block, index: int) -> Block:
+        """With a cache or state of its own."""
+        found = copy.copy(block)
+        found.plan = dataclasses.replace(block.plan, index=index)
+        return found
+
+    few = 12
+    again = [copy.copy(whole[i % few]) for i in range(count)]  # the last is told by what it is
+    row = dict(kind="family depth", preset=name.partition("@")[0], layers=count)
+    row["all"] = step_us(whole)
+    row |= {f"first {n}": step_us(whole[:n]) for n in (few, 2 * few) if n < count}
+    row[f"the first {few} in turns"] = step_us(again)
+    row["those, with states of their own"] = step_us([at(b, i) for i, b in enumerate(again)])
+    row["the first 4 in turns"] = step_us([copy.copy(whole[i % 4]) for i in range(count)])
+    for block in whole:
+        if isinstance(block.mlp, Experts) and block.mlp.grouped is not None:
+            block.mlp.grouped.router.zero_()
+    row["all, always the same experts"] = step_us(whole)
+    return row
+
+
 def latent(out: Path) -> None:
     """At the sizes of DeepSeek's heads: microseconds of one layer's attention, the best of five."""
     for heads, tokens in ((16, 2048), (16, 8192), (128, 2048)):
@@ -419,7 +467,7 @@ def write(row: dict[str, Any], out: Path) -> None:
         stream.write(json.dumps(row) + "\n")
 
 
-MEASURES: dict[str, Measure] = dict(speed=speed, kernels=kernels, variants=variants)
+MEASURES: dict[str, Measure] = dict(speed=speed, kernels=kernels, variants=variants, depth=depth)
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ Kinds of prompts:
     chat      the first turns of --chat (JSON lines with `turns`)
     plain     the beginning of a passage of --text, to be continued: nothing to copy
 
-A row for each kind and drafter: tokens a second after the first token (median over prompts), the
-ratio to no speculation in the same run, tokens a step, the share of right guesses, where the time
-of steps with guesses goes (`host_us`, `step_us`, medians), and how many answers are the same token
-by token. Greedy.
+A row for each kind and drafter: tokens a second after the first token (median over prompts; `each`:
+of every prompt), the ratio to no speculation in the same run, tokens a step, the share of right
+guesses, where the time of steps with guesses goes (`host_us`, `step_us`, medians), and how many
+answers are the same token by token. Greedy.
 
 With `--memory` there is a row for each drafter instead, of the memory that it takes on a GPU: all
 of it, its weights, and what is beside them. Every engine runs in a process of its own.
@@ -43,6 +43,7 @@ from flyweight.engine.request import Output
 from flyweight.engine.runner import Flight
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.head import HeadDrafter
+from flyweight.engine.speculation.lookup import LookupFirst
 from flyweight.engine.speculation.model import ModelDrafter
 from flyweight.models.decoder import Decoder
 
@@ -161,8 +162,10 @@ def speed(output: Output) -> float:
 
 def measure(
     llm: LLM, prompts: list[Prompt], tokens: int, clock: StepClock
-) -> tuple[float, dict[str, Any], list[list[int]]]:
-    """The second of two rounds: the first captures and compiles."""
+) -> tuple[list[float], dict[str, Any], list[list[int]]]:
+    """Tokens a second of each answer. The second of two rounds: the first captures and
+    compiles.
+    """
     outputs: list[Output] = []
     for _ in range(2):
         clock.figures()
@@ -178,7 +181,7 @@ def measure(
         more |= {name: round(value, 4) for name, value in llm.engine.speculator.figures().items()}
         # a CPU's launch is the step itself
         more |= clock.figures() if llm.device.type == "cuda" else {}
-    return statistics.median([speed(output) for output in outputs]), more, answers
+    return [round(speed(output), 1) for output in outputs], more, answers
 
 
 def held_bytes() -> int:
@@ -195,6 +198,8 @@ def drafter_bytes(llm: LLM) -> int:
     """Of the drafter's weights."""
     speculator = llm.engine.speculator
     drafter = None if speculator is None else speculator.drafter
+    if isinstance(drafter, LookupFirst):
+        drafter = drafter.other
     if isinstance(drafter, HeadDrafter):
         return drafter.head.nbytes
     if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner.model, Decoder):
@@ -292,7 +297,8 @@ def main() -> None:
         ways = [None] if llm.engine.speculator is None else options.follow or [None]
         for way, (kind, prompts) in itertools.product(ways, kinds.items()):
             follow(llm, way)
-            tok_s, more, answers = measure(llm, prompts, options.tokens, clock)
+            each, more, answers = measure(llm, prompts, options.tokens, clock)
+            tok_s = statistics.median(each)
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
             row = {
@@ -305,6 +311,7 @@ def main() -> None:
                 "ratio": round(tok_s / without, 3) if without else None,
                 "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)),
                 "of": len(answers),
+                "each": each,
             }
             if way is not None:
                 row["follow"] = way

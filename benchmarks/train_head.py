@@ -53,7 +53,7 @@ from flyweight.models.taps import Taps
 KEPT_BACK = 16  # a sequence in so many is never trained on
 CONTEXT = 1024  # tokens of a prompt and its answer, at most
 SEQUENCES = 64  # answers at once
-SLICE = 256  # prompts that are answered together
+SLICE = 512  # prompts that are answered together
 SAVED_EVERY = 15.0  # seconds of training
 Sequences = list[list[int]]
 
@@ -71,6 +71,7 @@ class Answered:
 
 
 Answers = list[Answered]
+Places = tuple[Tensor, Tensor]  # rows and columns of a batch
 
 
 REQUESTS = {  # what is asked about a piece of text with --chat, by how often
@@ -95,7 +96,10 @@ NAME = re.compile(r"\b[a-z_]{5,}\b")
 def answers_of(
     llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7, whole: bool = True
 ) -> Answers:
-    """Each prompt with what the model says next; not `whole`: up to where its answer ends."""
+    """Each prompt with what the model says next; not `whole`: up to where its answer ends. Nobody
+    reads it as text.
+    """
+    llm.engine.decode = None
     outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=whole)
     return [
         Answered(prompt, output.completions[0].token_ids)
@@ -255,10 +259,10 @@ class Head(nn.Module):
         return hidden + self.linear(gated, "midlayer.mlp.down_proj")
 
     def guesses(
-        self, states: Tensor, embedded: Tensor, count: int, places: Tensor
+        self, states: Tensor, embedded: Tensor, count: int, places: Places
     ) -> Iterator[Tensor]:
         """Logits [places, vocabulary of the head] of the first, second, … guess behind the chosen
-        `places` [batch, tokens]. `states` [batch, tokens, …] of the model; `embedded` has `count`
+        `places`. `states` [batch, tokens, …] of the model; `embedded` has `count`
         tokens more, the first behind the first place.
         """
         hidden, tokens = self.linear(states / self.sizes, "fc"), states.shape[1]
@@ -328,36 +332,40 @@ class Lesson:
     """
 
     def __init__(self, target: Decoder, head: Head, batch: Taught, unroll: int):
+        length = batch.tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
+        places = batch.counted(length, unroll)
         with torch.inference_mode():
             logits = target.forward_whole(batch.tokens)
             assert target.taps is not None
             states = target.taps.states
             embedded = target.embedding(batch.tokens)
-            length = batch.tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
-            places = batch.counted(length, unroll)
-            behind = [logits[:, 1 + i : 1 + i + length][places] for i in range(unroll)]
-            best = [found.argmax(-1) for found in behind]
-            wanted = [found[:, head.kept] for found in behind]
+            best: list[Tensor] = []
+            wanted: list[Tensor] = []
+            for i in range(unroll):  # one at a time: a vocabulary for each place is large
+                behind = logits[places[0], places[1] + (1 + i)]
+                best.append(behind.argmax(-1))
+                wanted.append(behind[:, head.kept])
         # clones are tensors that training may keep
-        self.places = places.clone()
+        self.places = places
         self.best = [found.clone() for found in best]
         self.wanted = [found.clone() for found in wanted]
         self.states = states[:, :length].clone().float()
         self.embedded = embedded[:, 1:].clone().float()
         self.kept = head.kept
 
-    def loss(self, head: Head, unroll: int) -> tuple[Tensor, list[float]]:
+    def loss(self, head: Head, unroll: int) -> tuple[Tensor, list[Tensor]]:
         """Cross-entropy with the model's probabilities, later guesses counting less; and the share
         of right guesses.
         """
-        total, right = self.states.new_zeros(()), []
+        total = self.states.new_zeros(())
+        right: list[Tensor] = []
         guesses = head.guesses(self.states, self.embedded, unroll, self.places)
         for guess, logits in enumerate(guesses):
             shares = self.wanted[guess].float().softmax(-1)
             missed = -(shares * logits.log_softmax(-1)).sum(-1)
             total = total + 0.8**guess * missed.mean()
             found = self.kept[logits.argmax(-1)] == self.best[guess]
-            right.append(found.float().mean().item())
+            right.append(found.float().mean())
         return total, right
 
 
@@ -366,16 +374,18 @@ class Taught:
     """A few sequences, filled up with zeros behind their ends."""
 
     tokens: Tensor  # [batch, longest]
-    lengths: Tensor  # [batch]
-    prompts: Tensor  # [batch]: how long
+    lengths: Tensor  # [batch], on the host
+    prompts: Tensor  # [batch], on the host: how long
 
-    def counted(self, length: int, behind: int) -> Tensor:
-        """[batch, length] whether a place has so many tokens behind it and one more, all of them of
-        the answer.
+    def counted(self, length: int, behind: int) -> Places:
+        """The first `length` places that have so many tokens behind them and one more, all of them
+        of the answer. Found on the host: the device need not be waited for.
         """
-        places = torch.arange(length, device=self.tokens.device)[None]
+        places = torch.arange(length)[None]
         within = places + 1 + behind < self.lengths[:, None]
-        return within & (places + 1 >= self.prompts[:, None])
+        found = within & (places + 1 >= self.prompts[:, None])
+        rows, columns = found.nonzero(as_tuple=True)
+        return rows.to(self.tokens.device), columns.to(self.tokens.device)
 
 
 def batches(answers: Answers, size: int, device: torch.device, first: int = 0) -> Iterator[Taught]:
@@ -393,7 +403,7 @@ def batches(answers: Answers, size: int, device: torch.device, first: int = 0) -
         for row, answered in enumerate(group):
             tokens[row, : lengths[row]] = torch.tensor(answered.tokens)
         prompts = torch.tensor([len(answered.prompt) for answered in group])
-        yield Taught(tokens.to(device), lengths.to(device), prompts.to(device))
+        yield Taught(tokens.to(device), lengths, prompts)
 
 
 def head_config(llm: LLM, vocabulary: int) -> dict[str, Any]:
@@ -443,7 +453,7 @@ def train_head(
     tap(target, head_config(llm, len(kept)))
     head = Head(llm, kept, usual_sizes(target, next(batches(taught, batch, target.device))))
 
-    def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
+    def loss_of(batch: Taught) -> tuple[Tensor, list[Tensor]]:
         return Lesson(target, head, batch, unroll).loss(head, unroll)
 
     found = train(
@@ -464,7 +474,7 @@ def train_head(
 
 def train(
     module: nn.Module,
-    loss_of: Callable[[Taught], tuple[Tensor, list[float]]],
+    loss_of: Callable[[Taught], tuple[Tensor, list[Tensor]]],
     texts: tuple[Answers, Answers],
     folder: Path,
     *,
@@ -497,7 +507,7 @@ def train(
             for one in itertools.islice(batches(kept_back, min(len(kept_back), batch), device), 6):
                 loss, right = loss_of(one)
                 losses.append(loss.item())
-                shares.append(right)
+                shares.append([share.item() for share in right])
         means = [round(statistics.mean(column), 4) for column in zip(*shares, strict=True)]
         return round(statistics.mean(losses), 4), means
 
@@ -524,7 +534,8 @@ def train(
         optimizer.step()
         done += 1
         if done % 200 == 0:
-            say(f"step {done}: loss {loss.item():.3f}, right {[round(one, 3) for one in right]}")
+            shares = [round(share.item(), 3) for share in right]
+            say(f"step {done}: loss {loss.item():.3f}, right {shares}")
         if time.monotonic() - saved_at > SAVED_EVERY:
             save()
             saved_at = time.monotonic()
@@ -592,11 +603,11 @@ def train_student(
     for parameter in student.get_input_embeddings().parameters():
         parameter.requires_grad_(False)  # and with it a tied head
 
-    def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
-        with torch.inference_mode():
-            wanted = target.forward_whole(batch.tokens)
+    def loss_of(batch: Taught) -> tuple[Tensor, list[Tensor]]:
         places = batch.counted(batch.tokens.shape[1], 0)
-        wanted = wanted.clone()[places].float()
+        with torch.inference_mode():
+            wanted = target.forward_whole(batch.tokens)[places]
+        wanted = wanted.clone().float()
         with torch.autocast(
             target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"
         ):
@@ -604,7 +615,7 @@ def train_student(
         logits = logits[places].float()
         missed = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         found = logits.argmax(-1) == wanted.argmax(-1)
-        return missed.mean(), [found.float().mean().item()]
+        return missed.mean(), [found.float().mean()]
 
     def write() -> None:
         tensors = {name: value.to(target.dtype) for name, value in student.state_dict().items()}

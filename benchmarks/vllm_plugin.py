@@ -5,19 +5,27 @@
     python benchmarks/vllm_plugin.py preset:gemma-3-12b:int4 --sides native off --batch 1 …
     python benchmarks/vllm_plugin.py preset:qwen3-8b:int4@native,off@workloads@greedy+top_p=0.9 …
     python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl   teacher-forced, both ways
+    python benchmarks/vllm_plugin.py preset:qwen3-30b-a3b:int4*4@on-all,off,native@1,8 --folders D …
 
-Every side of every model is a process: `on` is vLLM with the plug-in, `off` is vLLM with
-`FLYWEIGHT_VLLM=off`, `native` is our engine. vLLM captures whole decode steps and compiles nothing
-(its mode 0), which starts in a minute; as `on-compiled` and `off-compiled` its compiler is on. All
-start at the same time, and are measured when all are there, one model after the other, its sides in
-turns, greedy answers first. What stands behind `then` starts when that is done. Rows name the
-classes that multiplied (`linear_kernels`).
+Every side of every model is a process: `on` is vLLM with the plug-in, `on-all` the same with
+`--quantization flyweight` (our reader for everything, and experts by our kernels where vLLM would
+take its own), `off` is vLLM with `FLYWEIGHT_VLLM=off`, `native` is our engine. vLLM captures whole
+decode steps and compiles nothing (its mode 0), which starts in a minute; as `on-compiled` and
+`off-compiled` its compiler is on. All start at the same time, and are measured when all are there,
+one model after the other, its sides in turns, greedy answers first. What stands behind `then`
+starts when that is done. Rows name the classes that multiplied (`linear_kernels`).
 
 MODEL@SIDES@SHAPES@SAMPLING says it for one model: `native,off@1,64@greedy+top_p=0.9`; SHAPES are
 batches, workloads of `bench latency` or all of them (`workloads`), and more pairs of shapes and
-sampling may follow. `preset:NAME:SCHEME*12@off` is the model with twelve layers, for vLLM alone. A
-side that has not started after `--start-seconds` is ended, and a row says that it failed. `--turn
-FILE`: others that lock this file wait while something is started or measured here.
+sampling may follow. `preset:NAME:SCHEME*12@native,off` is the model with twelve layers on every
+side; with `--folders DIR` presets are written as folders where ours is a side, and all sides read
+these: only so can `--agree` compare them. A side that has not started after `--start-seconds` is
+ended, and a row says that it failed. `--turn FILE`: others that lock this file wait while something
+is started or measured here; with `--start-early` only while it is measured.
+`--first-configs`: vLLM's Triton kernels take the first of the configurations that they would try
+out (of Qwen3-Next's prompts alone there are dozens; steps have fixed ones).
+`--alike`: our engine's experts have the numbers of one (they lie apart, so a step reads as much as
+ever), and a large mixture is there in seconds.
 
 vLLM takes half a minute to be imported, and again to look at a model's class in a process of its
 own. So its engines are forks of one process that has imported it, and look at the class in their
@@ -55,16 +63,21 @@ from flyweight.bench.timing import batch_figures, random_prompts
 from flyweight.bench.workloads import LATENCY, Workload
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.models import presets
+from flyweight.models.random_folder import write_preset
+from flyweight.plugins.vllm import claims
 from flyweight.quant.subject import encode
 
 SIDES = {  # → backend
     "on": "vllm-plugin",
+    "on-all": "vllm-plugin",
     "off": "vllm",
     "on-compiled": "vllm-plugin",
     "off-compiled": "vllm",
     "native": "native",
 }
-MODES = {"on": "decode graphs", "off": "decode graphs", "native": None}  # others are compiled
+GRAPHS = "decode graphs"
+MODES = {"on": GRAPHS, "on-all": GRAPHS, "off": GRAPHS, "native": None}  # others are compiled
+READ_FILES = {"native", "on-all"}  # the others can make up random weights
 WARM = 24  # tokens
 IMPORTED = [  # by the process whose forks vLLM's engines are
     "vllm",
@@ -121,9 +134,14 @@ def work(channel: Connection) -> None:
     try:
         if side != "native":
             look_at(order["architectures"])
+        if side != "native" and order["first_configs"]:
+            take_first_configs()
         if order["layers"]:
             shorten(order["layers"])
-        options = EngineOptions(dtype=order["dtype"], extra=order["extra"])
+        if side == "native" and order["alike"]:
+            load_experts_alike()
+        reader = claims.NAME if side == "on-all" else None
+        options = EngineOptions(dtype=order["dtype"], quantization=reader, extra=order["extra"])
         engine = create(SIDES[side], order["model"], options)
         engine.start(Limits(**order["limits"]))
     except BaseException as error:
@@ -155,10 +173,24 @@ def look_at(architectures: list[str]) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
+def take_first_configs() -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner.prune_configs = lambda self, kwargs: self.configs[:1]
+
+
 def shorten(layers: int) -> None:
     """Presets of this process have so many layers."""
     whole = presets.preset_config
     presets.preset_config = lambda name: whole(name) | dict(num_hidden_layers=layers)
+
+
+def load_experts_alike() -> None:
+    from families import one_for_all
+
+    from flyweight.models.layers import Linear
+
+    Linear.load = one_for_all(Linear.load)  # type: ignore[method-assign,assignment]
 
 
 def work_forked(channel: Connection, log: str, environment: dict[str, str], gpu: bool) -> None:
@@ -263,8 +295,6 @@ class Subject:
         rest += [""] * (len(rest) % 2 or 2 * (not rest))  # shapes and sampling by turns
         model, _, layers = model.partition("*")
         sides = tuple(named.split(",")) if named else tuple(options.sides)
-        if layers and "native" in sides:
-            raise SystemExit(f"{text}: fewer layers are for vLLM; ours: benchmarks/families.py")
         wrong = [side for side in sides if side not in SIDES]
         if wrong:
             raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
@@ -274,11 +304,30 @@ class Subject:
             for chosen in (sampling.split("+") if sampling else options.sampling)
             for shape in shapes_of(shapes, options)
         ]
-        return cls(model, sides, tuple(cells), int(layers) if layers else None)
+        count = int(layers) if layers else None
+        if options.folders and model.startswith("preset:") and READ_FILES.intersection(sides):
+            model = str(written(model, count, options.folders))
+        return cls(model, sides, tuple(cells), count)
 
     @property
     def shapes(self) -> list[Workload]:
         return list(dict.fromkeys(shape for shape, _ in self.cells))
+
+
+def written(preset: str, layers: int | None, folder: Path) -> Path:
+    """The preset's random weights as a folder, in the format that vLLM reads fastest."""
+    import torch
+
+    target = folder / (preset.replace(":", "-") + (f"-{layers}" if layers else ""))
+    if not target.exists():
+        write_preset(
+            preset,
+            target,
+            format="awq" if preset.endswith(":int4") else None,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            layers=layers,
+        )
+    return target
 
 
 def shapes_of(text: str, options: argparse.Namespace) -> list[Workload]:
@@ -384,6 +433,11 @@ class Bench:
         self.repeats: int = options.repeats
 
     @property
+    def is_folder(self) -> bool:
+        """Else each side makes random weights of its own."""
+        return not self.subject.model.startswith("preset:")
+
+    @property
     def limits(self) -> Limits:
         forced = [(1, self.options.agree + 16)] if self.options.agree else []
         return Limits.of([*forced, *((one.batch, one.context) for one in self.subject.shapes)])
@@ -396,13 +450,17 @@ class Bench:
         limits = self.limits
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
         order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
-        order |= dict(traceback_seconds=self.options.traceback_seconds, layers=self.subject.layers)
+        layers = None if self.is_folder else self.subject.layers
+        order |= dict(traceback_seconds=self.options.traceback_seconds, layers=layers)
+        order |= dict(alike=self.options.alike, first_configs=self.options.first_configs)
         for engine in self.engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
             else:
                 sizes = captured_sizes(engine.side, self.subject.shapes)
                 extra = engine_options(engine.side, sizes, self.cache_gb, self.options.option)
+                if self.is_folder and not Checkpoint(self.subject.model).has_tokenizer:
+                    extra["skip_tokenizer_init"] = True
                 engine.begin(order | dict(limits=vllm, extra=extra))
 
     @property
@@ -443,8 +501,12 @@ class Bench:
             "start_s": told.get("seconds"),
             "vllm_mode": MODES.get(engine.side, "compiled") if self.subject.shapes else "eager",
         }
-        if self.subject.layers:  # what was known is of the whole model
-            row |= dict(layers=self.subject.layers, size_gb=None, file_bits_per_weight=None)
+        if engine.side == "native" and self.options.alike:
+            row |= dict(experts="alike")
+        if self.subject.layers:
+            row |= dict(layers=self.subject.layers)
+            if not self.is_folder:  # what is known is of the whole model
+                row |= dict(size_gb=None, file_bits_per_weight=None)
         self.file.append([make_row(bench, self.id, **rounded(row | fields))])
 
     def speed(self, text: str) -> None:
@@ -564,9 +626,13 @@ def parse() -> argparse.Namespace:
     add("--text", type=Path, help="of --agree, for a folder with a tokenizer; else random tokens")
     add("--dtype")
     add("--turn", type=Path, help="a file that is locked while something is started or measured")
+    add("--start-early", action="store_true", help="engines start before it is their turn")
+    add("--folders", type=Path, help="write presets there as folders, which all sides read")
     add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
     add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
+    add("--alike", action="store_true", help="our engine's experts have the numbers of one")
+    add("--first-configs", action="store_true", help="vLLM's Triton kernels are not tuned")
     add("--no-forks", action="store_true", help="every side imports vLLM itself")
     add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
     add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
@@ -598,8 +664,12 @@ def main() -> None:
     file.append([environment])
     try:
         for wave in waves:
+            if options.start_early:
+                start(wave, options, environment["id"])
             with turn(options.turn):
-                run(wave, options, environment["id"])
+                if not options.start_early:
+                    start(wave, options, environment["id"])
+                run(wave, options)
     finally:
         for bench in benches:
             for engine in bench.engines:
@@ -618,7 +688,7 @@ def turn(file: Path | None) -> Iterator[None]:
     time.sleep(2)  # who has waited comes first
 
 
-def run(benches: list[Bench], options: argparse.Namespace, environment: str) -> None:
+def start(benches: list[Bench], options: argparse.Namespace, environment: str) -> None:
     """What is measured together."""
     begun = time.monotonic()
     for bench in benches:
@@ -626,9 +696,11 @@ def run(benches: list[Bench], options: argparse.Namespace, environment: str) -> 
         bench.begin()
     for bench in benches:
         bench.wait(begun + options.start_seconds)
+
+
+def run(benches: list[Bench], options: argparse.Namespace) -> None:
     for bench in benches:
-        folder = not bench.subject.model.startswith("preset:")  # else weights differ
-        if options.agree and folder and len(bench.engines) > 1:
+        if options.agree and bench.is_folder and len(bench.engines) > 1:
             bench.agree()
     for text in dict.fromkeys(text for bench in benches for _, text in bench.subject.cells):
         for bench in benches:

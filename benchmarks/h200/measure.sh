@@ -114,12 +114,13 @@ piece() {
     prefill-4b) script prefill-4b 120 prefill.jsonl prefill_passes.py --zeros --model $q4:w8a8 $q4:bf16 $q4:w8a16 --cases 2048 16384 ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
-    older) for name in steps experts chain rows vptq; do piece older-$name; done ;;
+    older) for name in steps latency experts chain rows vptq; do piece older-$name; done ;;
     older-*) # FLYWEIGHT_PRETEND=sm_80 or sm_89: the code and the limits of cards that are not here; their rows name the card
       : "${FLYWEIGHT_PRETEND:?name the GPU to imitate, such as sm_80}"
       local file=older-gpus${FLYWEIGHT_OVERLAP:+-overlap}.jsonl one=  # FLYWEIGHT_OVERLAP=1: launches overlap
       case ${1#older-} in
         steps) flyweight $1 60 $file bench step $q8:bf16 $q8:w8a16 $q8:int4 --batch 1 ;;
+        latency) flyweight $1 60 $file bench latency $q8:int4 $q8:w8a16 $q8:bf16 --batch 1 --input 128 --output 64 --no-check ;;
         experts) flyweight $1 90 $file bench step $moe:int4 --batch 1 ;;
         chain) flyweight $1 60 $file bench kernel --chain $chain --format bf16,w8a16,w4a16 --rows 1 ;;
         rows) # sm_80:132 beside vLLM's Marlin, where it is installed

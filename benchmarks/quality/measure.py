@@ -119,6 +119,7 @@ class Ruler:
             "kl": float(torch.stack(divergence).mean()),
             "kl_error": standard_error(torch.stack(divergence)),
             "kl_windows": len(divergence),
+            "window_kls": [round(one, 6) for one in torch.stack(divergence).tolist()],
             "top1_agreement": float(torch.stack(same).mean()),
             "log_ratio": float(change.mean()),
             "log_ratio_error": standard_error(change),

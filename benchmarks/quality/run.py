@@ -170,7 +170,11 @@ class Worker:
             made = self.make(job, output)
             kept.write_text(json.dumps(made))
         made = json.loads(kept.read_text())
-        calibration = {key: made[key] for key in ("calibration", "calibration_tokens")}
+        calibration = {
+            key: made[key]
+            for key in ("calibration", "calibration_tokens", "learn_steps")
+            if key in made
+        }
         found = [
             {"bench": "quality", **calibration, **facts}
             for facts in self.measured(Path(made.pop("folder")))
@@ -220,6 +224,8 @@ class Worker:
             "peak_host_gb": host_gb(),
             "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0,
             **resumed,
+            # of those that learn, where it is not their own number
+            **({"learn_steps": self.setting.learn_steps} if self.setting.learn_steps else {}),
             "calibration": samples.facts(),
             "calibration_tokens": samples.tokens.numel(),
             "folder": str(folder),
@@ -334,6 +340,28 @@ class Seat:
         self.process = None
 
 
+class Here:
+    """This process in the place of a worker: nothing is started and imported once more, and nothing
+    is stopped when time is up.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.package = ""
+        self.worker: Worker | None = None
+
+    def run(self, job: Job, deadline: float) -> tuple[list[dict[str, Any]], str]:
+        self.package = job.package
+        try:
+            self.worker = self.worker or Worker(self.setting)
+            return self.worker.run(job), ""
+        except Exception as error:  # whatever a peer raises is a result too
+            return [], f"{type(error).__name__}: {error}"[:500]
+
+    def leave(self) -> None:
+        self.worker = None
+
+
 class Rows:
     """OUT: an environment row per run, then the rows of each job, written when the job ends."""
 
@@ -444,7 +472,9 @@ def calibrated(job: Job) -> bool:
 def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: float) -> None:
     waiting, lock, done = list(jobs), threading.Lock(), 0
     threads = max(
-        1, (os.cpu_count() or 1) // (2 * seats if setting.device.startswith("cuda") else seats)
+        1,
+        (os.cpu_count() or 1)
+        // (2 * max(1, seats) if setting.device.startswith("cuda") else max(1, seats)),
     )
 
     def take(package: str) -> Job:
@@ -458,7 +488,7 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
 
     def sit() -> None:
         nonlocal done
-        seat = Seat(setting, threads)
+        seat: Seat | Here = Seat(setting, threads) if seats else Here(setting)
         while True:
             try:
                 job = take(seat.package)
@@ -476,6 +506,8 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
                 flush=True,
             )
 
+    if not seats:
+        return sit()
     sitting = [threading.Thread(target=sit) for _ in range(min(seats, len(jobs)))]
     for thread in sitting:
         thread.start()
@@ -517,7 +549,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--jobs", type=int, default=1, help="worker processes")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="worker processes; 0: one after the other in this one"
+    )
     parser.add_argument(
         "--minutes", type=float, default=10000, help="stop after so many; run again to go on"
     )

@@ -1,9 +1,9 @@
 """Tables of what the options of serving cost in quality: 8-bit caches, heads, prompts and
-codebooks.
+codebooks; and of the tasks that quantized models were asked.
 
-`make results` puts them into docs/serve.md. Rows are those of kv_cache.py, ../needle.py,
-served_head.py, vptq_books.py and `flyweight eval MODEL MODEL --prompt-dtype …`; of rows of one kind
-the last one counts.
+`make results` puts them into docs/serve.md and docs/quantize.md. Rows are those of kv_cache.py,
+../needle.py, served_head.py, vptq_books.py, tasks.py and `flyweight eval MODEL MODEL
+--prompt-dtype …`; of rows of one kind the last one counts.
 """
 
 from __future__ import annotations
@@ -104,10 +104,30 @@ def books(folders: Sequence[Path]) -> str:
     return lines_of(("model", "scheme", "perplexity", "KL", "tokens"), lines) if lines else ""
 
 
+def tasks(folders: Sequence[Path]) -> str:
+    """Right answers of quantized models, and the paired difference from their originals."""
+    rows = last_of(folders, "tasks.jsonl", ("model", "scheme", "task"))
+    lines = [
+        (
+            name_of(row),
+            row["scheme"],
+            row["task"],
+            f"{row['questions']:,}",
+            f"{100 * row['accuracy_original']:.2f} %",
+            f"{100 * row['accuracy']:.2f} %",
+            f"{100 * row['accuracy_change']:+.2f} ± {100 * row['accuracy_change_error']:.2f}",
+        )
+        for row in rows
+    ]
+    columns = ("model", "scheme", "task", "questions", "original", "quantized", "points")
+    return lines_of(columns, lines) if lines else ""
+
+
 BLOCKS: dict[str, Callable[[Sequence[Path]], str]] = {
     "caches": caches,
     "needles": needles,
     "heads": heads,
     "prompts": prompts,
     "books": books,
+    "tasks": tasks,
 }

@@ -77,13 +77,36 @@ def difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tupl
     return statistics.fmean(by_seed), math.hypot(error_of(by_window), error_of(by_seed))
 
 
+def kl_difference(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> tuple[float, float] | None:
+    """(ours less theirs over theirs, its standard error) of the mean KL divergence from the
+    original; of pairs of windows where the rows have them. Where a model hardly knows a text, its
+    perplexity may fall by rounding; its KL cannot.
+    """
+    if any("kl" not in row for row in (*ours, *theirs)):
+        return None
+    whole = mean(theirs, "kl")
+    gap = mean(ours, "kl") - whole
+    if all("window_kls" in row for row in (*ours, *theirs)):
+        columns = zip(*(row["window_kls"] for row in ours), strict=True)
+        others = zip(*(row["window_kls"] for row in theirs), strict=True)
+        pairs = zip(map(statistics.fmean, columns), map(statistics.fmean, others), strict=True)
+        error = error_of([a - b for a, b in pairs])
+    else:
+        error = math.hypot(mean(ours, "kl_error"), mean(theirs, "kl_error"))
+    return gap / whole, error / whole
+
+
 def verdict(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
     gap, error = difference(ours, theirs)
     more_bits = ours[0]["bits_per_weight"] > theirs[0]["bits_per_weight"] + 0.005
     word = "equal" if abs(gap) <= 2 * error else "better" if gap < 0 else "worse"
-    return (f"{word} {100 * math.expm1(gap):+.2f} ± {100 * error:.2f} %") + (
-        " with more bits" if more_bits else ""
-    )
+    kl = kl_difference(ours, theirs)
+    said = f"{word} {100 * math.expm1(gap):+.2f} ± {100 * error:.2f} %"
+    if kl is not None:
+        said += f", KL {100 * kl[0]:+.0f} ± {100 * kl[1]:.0f} %"
+    return said + (" with more bits" if more_bits else "")
 
 
 def mean(rows: list[dict[str, Any]], key: str) -> float:
@@ -210,6 +233,32 @@ def across(path: Path) -> str:
     return "\n".join(lines) + "\n\n" + "\n".join(rivals)
 
 
+def made_with(path: Path) -> str:
+    """Of each model: how much was calibrated on, judged and learned; less than `run.py` takes by
+    itself where time was short.
+    """
+    found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for row in read(path):
+        if row["bench"] == "quality" and row["status"] == "ok":
+            for name in ("calibration_tokens", "tokens", "learn_steps"):
+                if row.get(name):
+                    found[row["model"]][name].add(row[name])
+    lines = []
+    for model, facts in found.items():
+        parts = {
+            "calibration_tokens": "calibrated on {} tokens",
+            "tokens": "{} tokens of each text",
+            "learn_steps": "{} steps where a scheme learns",
+        }
+        said = [
+            text.format(" or ".join(f"{one:,}" for one in sorted(facts[name])))
+            for name, text in parts.items()
+            if facts[name]
+        ]
+        lines.append(f"- {model}: {', '.join(said)}")
+    return "\n".join(lines)
+
+
 def told(rows: list[dict[str, Any]] | None) -> str:
     """Change of perplexity and KL of one cell; the original's perplexity itself."""
     if not rows:
@@ -242,5 +291,5 @@ def made_on(path: Path) -> str:
         for row in read(path)
         if row["bench"] == "quality" and row["environment"] in machines
     ]
-    told = {f"{one['device']}, commit {one['commit']}" for one in used}
+    told = {f"{one['device']}, commit {str(one['commit'])[:12]}" for one in used}
     return f"Measured on {'; '.join(sorted(told))}."

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.bench import replay
+from flyweight.bench import peers, replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.kernels import dependent_launch
 from flyweight.kernels.jit import KernelError
@@ -48,6 +48,25 @@ TILES: dict[int, list[tuple[int, ...]]] = {
     64: [(4, 1, 2, 8, 2), (8, 1, 1, 8, *BESIDE), (8, 1, 2, 8, 1)],
     2048: [(2, 2, 4, 8, 2), (4, 2, 4, 8, 1), (8, 1, 2, 16, 1)],
 }
+# Two to an SM and one beside the next kernel's; more warps, or fewer reads of x for each product.
+FEW: dict[int, list[tuple[int, ...]]] = {
+    64: [
+        (4, 1, 2, 8, 2),
+        (4, 2, 2, 4, 2),
+        (8, 1, 1, 8, 2),
+        (4, 2, 2, 4, *BESIDE),
+        (8, 1, 1, 8, *BESIDE),
+    ],
+    32: [
+        (8, 1, 1, 4, 2),
+        (8, 1, 2, 4, 2),
+        (4, 1, 2, 4, 3),
+        (8, 1, 1, 4, *BESIDE),
+        (8, 1, 2, 4, *BESIDE),
+    ],
+    16: [(8, 1, 1, 2, 2), (8, 1, 1, 2, *BESIDE)],
+    4: [(8, 1, 1, 1, 2), (8, 1, 1, 1, *BESIDE)],
+}
 Run = Callable[[TiledWeight, Tensor], Tensor]
 
 
@@ -63,6 +82,14 @@ class Trial(NamedTuple):
     @property
     def size(self) -> tuple[int, int]:
         return (SHAPES | RAGGED)[self.shape]
+
+
+def few_trials() -> Iterator[Trial]:
+    """Rows up to 64 of every linear, where Marlin is near."""
+    for rows, several in FEW.items():
+        for name in ("w4a16", "w8a16"):
+            for shape in ("gate_up", "o", "down", "qkv"):
+                yield Trial(name, shape, rows, several)
 
 
 def trials(*, ragged: bool) -> Iterator[Trial]:
@@ -91,7 +118,7 @@ def variants(trial: Trial, weight: TiledWeight, device: gpu.Gpu) -> dict[str, Ru
     kinds: dict[str, Any] = {"gemm_mma": gemm_mma, "gemv": gemv, "gemv_splitk": gemv_splitk}
     found: dict[str, Run] = {}
     now = kinds.get(choose.choose(weight, rows, device).kernel)
-    if now is not None:
+    if now is not None and (now is not gemm_mma or rows > 64):  # else it is one of the tiles
         found["now"] = now.multiply
     if rows == 8 and gemv.fits(matrix, rows, device):
         found["gemv"] = gemv.multiply
@@ -133,6 +160,10 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> list[dict[str, Any]]
         if not errors[name] < MOST_ERROR:
             print(f"WRONG by {errors[name]:.1e}: {trial} {name}", flush=True)
         works[name] = replay.Work(lambda i, run=run: run(copies[i], x), count)
+    if options.vllm_library:
+        runs = [peers.marlin(tensor, rows=trial.rows, dtype=x.dtype) for _ in range(count)]
+        errors["marlin"] = relative_error(runs[0](x)[:CHECKED], want)
+        works["marlin"] = replay.Work(lambda i: runs[i](x), count)
     if options.compile:
         return []
     times = replay.measure(works, device, samples=options.samples)
@@ -146,6 +177,8 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile and compare, time nothing")
+    parser.add_argument("--few", action="store_true", help="the tiles of FEW alone")
+    parser.add_argument("--vllm-library", type=Path, help="of vLLM's wheel: Marlin takes its turns")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=600, help="begin nothing after so many")
     parser.add_argument("-o", "--out", type=Path, help="rows (JSONL)")
@@ -159,7 +192,9 @@ def main() -> None:
         processors=gpu.of(0).processors,
         overlap=dependent_launch.enabled,
     )
-    for trial in trials(ragged=options.compile):
+    if options.vllm_library:
+        peers.load_library(str(options.vllm_library))
+    for trial in few_trials() if options.few else trials(ragged=options.compile):
         if time.monotonic() - began > options.seconds:
             print(f"no time for {trial}")
             break

@@ -3,19 +3,21 @@
 policy gives.
 
     python benchmarks/workshop/play_arrivals.py AZURE.csv [--requests 200] [--rate 16]
-        [--together 4096 512] [--turns 384 512 640] [--prompts 1.0]
+        [--together 4096 512] [--turns 384 512 640] [--prompts 1.0] [--burst 64]
 
 The scheduler is the engine's own; steps take what they took on one H200 with Qwen3-8B in int4:
 passes of prompts by the rows of `benchmarks/h200/prefill.jsonl`, captured, times `--prompts`; steps
 of answers what a step of their captured size takes without a cache, and the reading of what is
 cached. `--together N` plays steps of answers with up to N tokens of prompts in them, `--turns N`
-passes of up to N tokens between two steps of answers. Good for choosing a policy, not for knowing a
+passes of up to N tokens between two steps of answers. `--burst N` plays N chats that come at once
+as well, in the order in which a server has read them. Good for choosing a policy, not for knowing a
 figure: captures, copies and the wait for the interpreter are not played.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -33,6 +35,9 @@ STEPS = {1: 1.5, 4: 1.8, 8: 2.0, 16: 2.3, 32: 2.5, 48: 3.4, 64: 3.1, 128: 4.3, 1
 CACHED = 4.2e-5  # for a cached token: its keys and values at what `h200/kv-cache.jsonl` reads
 TOGETHER = 4096  # of prompts in a pass, where one gap in hundreds may be long
 PAIR = 1.5e-6  # for a pair of a prompt's new and cached tokens
+CHAT = (356, 512)  # tokens of a chat with a tool and of its answer (benchmarks/serve_overhead.py)
+READ_AT_ONCE = 12  # chats of a burst that a server has read when the first step begins
+READ_SECONDS = 0.0018  # for each of the others
 
 
 class Costs:
@@ -111,9 +116,14 @@ def play(trace: list[Arrival], costs: Costs, *, tokens: int, turns: bool) -> dic
         "gap p99": share(gaps, 0.99),
         "ratio": share(gaps, 0.99) / share(gaps, 0.5),
         "first p50": share(firsts, 0.5),
+        "first p90": share(firsts, 0.9),
         "first p99": share(firsts, 0.99),
         "tok/s": made / now * 1e3,
     }
+
+
+def burst(count: int) -> list[Arrival]:
+    return [Arrival(max(0, i - READ_AT_ONCE) * READ_SECONDS, *CHAT) for i in range(count)]
 
 
 def share(values: list[float], part: float) -> float:
@@ -130,6 +140,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="*", default=[4096])
     parser.add_argument("--turns", type=int, nargs="*", default=[384, 512, 640])
     parser.add_argument("--prompts", type=float, default=1.0, help="what passes take, times this")
+    parser.add_argument("--burst", type=int, default=0, help="chats that come at once")
     options = parser.parse_args()
     once = read_trace(options.trace, count=options.requests)
     scale = options.rate * once[-1].time / (len(once) - 1)
@@ -137,9 +148,10 @@ def main() -> None:
     costs = Costs(options.prompts)
     policies = [(tokens, False) for tokens in options.together]
     policies += [(tokens, True) for tokens in options.turns]
-    for tokens, turns in policies:
-        found = play(trace, costs, tokens=tokens, turns=turns)
-        name = f"{'in turns' if turns else 'together'}, up to {tokens}"
+    played = {"": trace} | ({"a burst, ": burst(options.burst)} if options.burst else {})
+    for (kind, arrivals), (tokens, turns) in itertools.product(played.items(), policies):
+        found = play(arrivals, costs, tokens=tokens, turns=turns)
+        name = f"{kind}{'in turns' if turns else 'together'}, up to {tokens}"
         figures = ", ".join(f"{key} {value:.1f}" for key, value in found.items())
         print(f"{name}: {figures}")
 

@@ -167,14 +167,12 @@ def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
     ended = sorted(events, key=lambda one: one.time_range.end)
     each = len(ended) // repeats
     names = [one.name for one in ended[:each]]
-    period = next(
-        (p for p in range(1, 20) if names[4 : each - 8 - p] == names[4 + p : each - 8]), each
-    )
+    begin, end, period = layers_of(names)
     found: dict[tuple[int, str], list[tuple[float, float]]] = {}
     before = None
     for i, one in enumerate(ended):
         place = i % each
-        key = (place % period if 4 <= place < each - 8 else -place - 1, one.name)
+        key = ((place - begin) % period if begin <= place < end else -place - 1, one.name)
         if before is not None and place:
             found.setdefault(key, []).append(
                 (one.time_range.end - before, one.time_range.elapsed_us())
@@ -193,6 +191,22 @@ def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+def layers_of(names: list[str]) -> tuple[int, int, int]:
+    """Which kernels of a step are layers: from where to where, and how many make one. A layer is
+    what repeats around the middle; what begins or ends a step may be of any length.
+    """
+    middle = len(names) // 2
+    for period in range(1, min(20, middle)):
+        begin = end = middle
+        while begin > 0 and names[begin - 1] == names[begin - 1 + period]:
+            begin -= 1
+        while end + period < len(names) and names[end] == names[end + period]:
+            end += 1
+        if end - begin > 3 * period:
+            return begin, end + period, period
+    return 0, 0, 1
 
 
 class Repeats:
@@ -290,7 +304,7 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
     ).tolist()
     yield {"guesses": 0, "tok_s": round(speed(engine, prompt)[0], 1)}
     forced = itertools.cycle((2, 3))  # accepted, so that a step gives 3.5 tokens
-    runner.count_accepted = lambda drafts, chosen: min(len(drafts), next(forced))
+    runner.count_accepted = lambda drafts, *_: min(len(drafts), next(forced))
     for guesses in (3, 7):
         yield forced_row(engine, prompt, Repeats(), guesses) | {"drafter": "costs nothing"}
     head = eagle3.load(eagle3.RandomHead(decoder), decoder, bits=bits_of(decoder))

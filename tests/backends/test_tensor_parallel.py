@@ -31,11 +31,17 @@ def started(monkeypatch):
         def __init__(self, **arguments):
             calls.append(arguments)
             self.llm_engine = types.SimpleNamespace(model_config=types.SimpleNamespace(dtype="torch.bfloat16"))
+            self.gpus = arguments["tensor_parallel_size"]
+
+        def apply_model(self, function):
+            return [{function.__name__: 1}] * self.gpus
 
     fake = types.ModuleType("vllm")
     fake.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     fake.LLM = LLM
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "1")
     return calls
 
 
@@ -54,7 +60,9 @@ def test_a_documented_command_starts_vllm_as_it_says(command, started, monkeypat
     limits = Limits.of((work.batch, work.context) for work in found["plan"].workloads)
     for model in found["models"]:
         variant = Variant.parse(model)
-        Vllm(variant.model, found["options"]).start(limits)
+        engine = Vllm(variant.model, found["options"])
+        engine.start(limits)
+        assert engine.linear_kernels == {"kernels_of": 1}  # of one GPU: all have the same
         given = started.pop()
         config = json.loads((Path(given["model"]) / "config.json").read_text())
         assert given["tensor_parallel_size"] == gpus and not given["enable_prefix_caching"] and given["load_format"] == "dummy"

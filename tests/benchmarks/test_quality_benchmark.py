@@ -174,17 +174,19 @@ def test_vllm_agrees_where_only_near_ties_fall_the_other_way():
     assert facts["agrees"] and facts["floor_same_argmax"] == facts["same_argmax"] == 1
 
 
-def test_workers_take_jobs_side_by_side(tmp_path, monkeypatch):
+def test_jobs_are_done_by_a_worker_or_in_this_process_and_only_once(tmp_path, monkeypatch):
     source = make_tiny_model(tmp_path / "model", max_position_embeddings=512)
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven " * 200)
     out = tmp_path / "rows.jsonl"
-    options = f"--model {source} --text {text} --calibration {text} --out {out} --device cpu --jobs 2"
-    few = "--schemes rtn-int8 --seeds 0 --samples 2 --length 32 --windows 1"
-    monkeypatch.setattr(sys, "argv", ["run.py", *options.split(), *few.split()])
-    run.main()
-    found = {row["job"]: row["status"] for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"}
-    assert found == {"original/fp32/0": "ok", "flyweight/rtn-int8/0": "ok"}
+    options = f"--model {source} --text {text} --calibration {text} --out {out} --device cpu"
+    few = "--seeds 0 --samples 2 --length 32 --windows 1"
+    for more in ("--jobs 1 --schemes rtn-int8", "--jobs 0 --schemes rtn-int8 rtn-int4"):
+        monkeypatch.setattr(sys, "argv", ["run.py", *options.split(), *few.split(), *more.split()])
+        run.main()
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"]
+    assert [row["job"] for row in rows] == ["original/fp32/0", "flyweight/rtn-int8/0", "flyweight/rtn-int4/0"]
+    assert {row["status"] for row in rows} == {"ok"}
 
 
 def test_training_goes_on_where_it_was_cut_off(tmp_path, monkeypatch, capsys):
@@ -238,3 +240,6 @@ def test_tables_of_serving_show_the_last_row_of_each_kind(tmp_path):
     write("heads.jsonl", dict(head="stored", kl=0.1, kl_growth=0), dict(head="int8", kl=0.101, kl_growth=0.01))
     assert serving.heads([tmp_path]).splitlines()[-1] == "| m | s | 0.1000 | +1.00 % |"
     assert serving.prompts([tmp_path]) == serving.books([tmp_path]) == "", "nothing was measured"
+    right = dict(accuracy_original=0.5, accuracy=0.49, accuracy_change=-0.01, accuracy_change_error=0.004)
+    write("tasks.jsonl", dict(task="piqa", questions=400) | right)
+    assert serving.tasks([tmp_path]).splitlines()[-1] == "| m | s | piqa | 400 | 50.00 % | 49.00 % | -1.00 ± 0.40 |"

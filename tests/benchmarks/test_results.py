@@ -12,22 +12,32 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """The script as a module, in a repository of two rows."""
+    """The script as a module, in a repository of two rows and two beside vLLM's."""
     monkeypatch.chdir(tmp_path)
-    rows = [{"bench": "environment", "id": "e", "device": "a GPU"}]
+    rows = [{"bench": "environment", "id": "e", "device": "a GPU", "commit": "abc"}]
     for scheme, rate in (("bf16", 276.4), ("int4", 579.8)):
         rows.append({"bench": "latency", "model": "qwen3-8b", "scheme": scheme, "checkpoint": "random:0", "backend": "native",
                      "kv_dtype": "bfloat16", "workload": "decode_bound", "batch": 1, "input": 256, "output": 512,
-                     "latency_s": 512 / rate, "decode_tok_s": rate, "share_of_limit": 0.681})
+                     "latency_s": 512 / rate, "decode_tok_s": rate, "share_of_limit": 0.681, "ttft_ms_last": 8.5,
+                     "overall_tok_s": 1.5 * rate, "repeat": 1})
     common = [{"schema": 1, "run_id": str(i), "time": None, "environment": "e", "status": "ok"} for i in range(len(rows))]
     Path("benchmarks/h200").mkdir(parents=True)
     lines = [json.dumps(one | row) + "\n" for one, row in zip(common, rows, strict=True)]
     Path("benchmarks/h200/latency.jsonl").write_text("".join(lines))
+    Path("benchmarks/h200/vllm-0.33").mkdir()
+    changes = (('"native"', '"vllm"'), ('"run_id": "', '"run_id": "v'), ("276.4", "193.2"), ("579.8", "217.1"))
+    theirs = lines[1:]
+    for before, after in changes:
+        theirs = [line.replace(before, after) for line in theirs]
+    Path("benchmarks/h200/vllm-0.33/models.jsonl").write_text("".join([*lines, *theirs]))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: type("Done", (), {"returncode": 0, "stdout": ""}))  # git: the same code
     Path("docs").mkdir()
-    Path("README.md").write_text("# By hand\n\n<!-- rows: headline -->\nold\n<!-- end -->\n\nby hand\n")
+    Path("README.md").write_text("# By hand\n\n<!-- rows: headline -->\nold\n<!-- end -->\n"
+                                 "<!-- rows: beside -->\n<!-- end -->\nby hand\n")
     Path("docs/quantize.md").write_text("<!-- rows: quantizing -->\n<!-- end -->\n<!-- rows: quality -->\n<!-- end -->\n")
     Path("docs/serve.md").write_text("by hand\n")
-    Path("docs/performance.md").write_text("<!-- rows: limits -->\n<!-- end -->\n\n<!-- rows: steps -->\n<!-- end -->\n")
+    Path("docs/performance.md").write_text("<!-- rows: limits -->\n<!-- end -->\n\n<!-- rows: steps -->\n<!-- end -->\n"
+                                           "<!-- rows: newest -->\n<!-- end -->\n")
     Path("docs/serve.md").write_text("<!-- rows: caches -->\n<!-- end -->\n")
     specification = importlib.util.spec_from_file_location("results_script", SCRIPT)
     module = importlib.util.module_from_spec(specification)
@@ -40,8 +50,10 @@ def test_documents_get_their_figures_from_the_rows_and_keep_their_prose(results)
     text = Path("README.md").read_text()
     assert text.startswith("# By hand") and text.endswith("by hand\n") and "old" not in text
     assert "| 276" in text and "580" in text and "68%" in text
+    assert "276 (vLLM 193)" in text and "580 (vLLM 217)" in text
     performance = Path("docs/performance.md").read_text()
     assert "qwen3-8b on a GPU, by workload" in performance and "Not measured yet." in performance
+    assert "**qwen3-8b int4, greedy**" in performance and "2.67" in performance, "580 / 217"
     assert Path("docs/results/h200.html").exists() and Path("docs/results/decode-speed-at-batch-1.png").exists()
     before = {path: path.read_bytes() for path in Path(".").rglob("*.md")}
     results.main()
@@ -65,10 +77,15 @@ def test_rows_of_older_code_stand_in_the_readme_only_where_they_are_marked(resul
     before = Path("README.md").read_text()
     with pytest.raises(SystemExit) as ended:
         results.main()
-    assert "headline: changed: kernels" in str(ended.value.code) and Path("README.md").read_text() == before
-    Path("README.md").write_text(before.replace("rows: headline", "rows: headline, older"))
+    told = str(ended.value.code)
+    assert "headline: changed: kernels" in told and "beside: changed: kernels" in told and Path("README.md").read_text() == before
+    for path in (Path("README.md"), Path("docs/performance.md")):
+        text = path.read_text()
+        for name in ("headline", "beside", "limits", "newest"):
+            text = text.replace(f"rows: {name}", f"rows: {name}, older")
+        path.write_text(text)
     results.main()
-    assert "| 276" in Path("README.md").read_text() and "Measured by older code than this: unknown" in Path("README.md").read_text()
+    assert "| 276" in Path("README.md").read_text() and "Measured by older code than this: abc" in Path("README.md").read_text()
 
 
 def test_no_page_is_too_long_and_no_line_is_lost(results):
@@ -121,7 +138,7 @@ def test_prompts_through_zeros_stand_beside_random_weights_and_the_peer(results)
     with Path("benchmarks/h200/latency.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     (table,) = results.zeros(results.latest(results.read(results.files("*.jsonl"))))
-    assert table.rows == (("qwen3-8b", "int4", "16,384", "484.2", "404.7", "527.4", "456.0"),)
+    assert table.rows == (("qwen3-8b", "int4", "16,384", "484.2", "404.7", "527.4"),)
 
 
 def test_linears_stand_beside_others_kernels_by_rows(results):

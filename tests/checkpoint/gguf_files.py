@@ -61,7 +61,8 @@ def write_gguf(path: Path, model, *, quantize: gguf.GGMLQuantizationType | None 
     add_tokenizer(writer, pre)
     for name, value in fields.items():
         key = name.replace("__", ".")
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}[type(value)]
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool,
+               list: writer.add_array}[type(value)]
         add(key, value)
     add_tensors(writer, model, quantize, skip=skip, extra=extra or {})
     writer.write_header_to_file()
@@ -149,6 +150,28 @@ def cut_up(state, config):
             found[name] = -tensor.exp()
         else:
             found[name] = tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
+    return value_heads_tiled(found, config) if BY_TYPE[config.model_type].tiled else found
+
+
+def value_heads_tiled(state, config):
+    """As llama.cpp's converter has those of Qwen3.5: the first of every key head, then the second of every one."""
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    before = 2 * keys * config.linear_key_head_dim
+
+    def tiled(tensor, length):
+        return tensor.unflatten(0, (keys, -1, length)).transpose(0, 1).flatten(0, 2)
+
+    found = {}
+    for name, tensor in state.items():
+        if name.endswith(("linear_attn.in_proj_qkv.weight", "conv1d.weight")):
+            tensor = torch.cat([tensor[:before], tiled(tensor[before:], size)])
+        elif name.endswith("linear_attn.in_proj_z.weight"):
+            tensor = tiled(tensor, size)
+        elif name.endswith(("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")):
+            tensor = tiled(tensor, 1)
+        elif name.endswith("linear_attn.out_proj.weight"):
+            tensor = tiled(tensor.T, size).T
+        found[name] = tensor
     return found
 
 

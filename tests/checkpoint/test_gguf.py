@@ -179,13 +179,14 @@ def test_another_kind_of_file_is_refused(tmp_path):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
-def test_an_unknown_architecture_is_named(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+@pytest.mark.parametrize(("name", "nearest"), [("mamba", ""), ("gemma4", "; the nearest that is: gemma3")])
+def test_an_unknown_architecture_is_named(tmp_path, name, nearest):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedError, match=r"architecture 'mamba' is not supported; known: llama"):
+    with pytest.raises(UnsupportedError, match=f"architecture '{name}' is not supported{nearest}; known: llama"):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 

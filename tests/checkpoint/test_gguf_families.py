@@ -27,6 +27,13 @@ LATENT_FIELDS = dict(attention__kv_lora_rank=32, attention__key_length=48, atten
                      attention__value_length_mla=32, rope__dimension_count=16)
 
 
+STATES = dict(tied=False, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16,
+              linear_value_head_dim=32, pad_token_id=0,
+              rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25, mrope_section=[2, 1, 1]))
+STATE_FIELDS = dict(rope__dimension_count=8, ssm__conv_kernel=4, ssm__state_size=16, ssm__group_count=2, ssm__time_step_rank=6,
+                    ssm__inner_size=192, nextn_predict_layers=0)
+
+
 def fields_of(architecture, more, **fields):
     return {f"{architecture}__{name}": value for name, value in (more | fields).items()}
 
@@ -41,6 +48,16 @@ FAMILIES = {
                 dict(granite__embedding_scale=3.0, granite__residual_scale=0.5, granite__attention__scale=0.125,
                      granite__logit_scale=2.0)),
     "olmo2": ({}, {}),
+    "olmo3": (dict(sliding_window=16, num_hidden_layers=4, tied=False, pad_token_id=0,
+                   rope_parameters=dict(full_attention=YARN | dict(rope_theta=1e4),
+                                        sliding_attention=dict(rope_type="default", rope_theta=1e4))),
+              fields_of("olmo2", YARN_FIELDS, attention__sliding_window=16,
+                        attention__sliding_window_pattern=[True, True, True, False], rope__scaling__yarn_beta_fast=32.0)),
+    "ministral3": (dict(tied=False, pad_token_id=0, rope_parameters=YARN | dict(
+                       rope_theta=1e4, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
+                   fields_of("mistral3", YARN_FIELDS, rope__scaling__original_context_length=64,
+                             rope__scaling__yarn_log_multiplier=1.0, attention__temperature_scale=0.1)),
+    "mistral": (dict(tied=False, pad_token_id=0, sliding_window=None), {}),
     "phi3": (dict(tied=False, pad_token_id=0), {}),
     "glm4": (dict(tied=False, partial_rotary_factor=0.5, attention_bias=True, pad_token_id=0),
              dict(glm4__rope__dimension_count=16)),
@@ -69,6 +86,10 @@ FAMILIES = {
                    fields_of("qwen3next", {}, expert_count=4, expert_used_count=2, expert_feed_forward_length=32,
                              expert_shared_feed_forward_length=32, rope__dimension_count=8, ssm__conv_kernel=4, ssm__state_size=16,
                              ssm__group_count=2, ssm__time_step_rank=4, ssm__inner_size=128)),
+    "qwen3_5_text": (STATES, fields_of("qwen35", STATE_FIELDS)),
+    "qwen3_5_moe_text": (STATES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32),
+                         fields_of("qwen35moe", STATE_FIELDS, expert_count=4, expert_used_count=2, expert_feed_forward_length=32,
+                                   expert_shared_feed_forward_length=32)),
 }
 # of those whose tensors are cut out of others, put together or turned: one that keeps its bits
 KEPT = {
@@ -76,6 +97,7 @@ KEPT = {
     "gpt_oss": "model.layers.1.mlp.experts.3.gate_proj.weight", "glm4_moe": "model.layers.1.mlp.shared_experts.up_proj.weight",
     "deepseek_v2": "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
     "qwen3_next": "model.layers.0.linear_attn.in_proj_qkvz.weight",
+    "qwen3_5_text": "model.layers.0.linear_attn.out_proj.weight",
 }
 GUESSING = {"blk.2.nextn.enorm.weight": np.ones(96, dtype=np.float32)}  # of a layer behind the model's own
 
@@ -109,6 +131,19 @@ def test_a_file_computes_what_its_model_does(tmp_path, kind):
     assert not torch.equal(kept, expected)
 
 
+def test_blocks_that_reach_across_value_heads_become_floats(tmp_path):
+    """Columns of Qwen3.5's out_proj change their places by heads: of 16 here, where blocks have 32."""
+    sizes = dict(linear_value_head_dim=16)
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3_5_text", **STATES | sizes), quantize=Q8_0,
+                      **fields_of("qwen35", STATE_FIELDS | dict(ssm__inner_size=96)))
+    folder = resolve(path)
+    checkpoint = Checkpoint(folder)
+    assert not checkpoint.in_blocks("model.layers.0.linear_attn.out_proj.weight")
+    assert checkpoint.in_blocks("model.layers.0.linear_attn.in_proj_qkv.weight")
+    kept = answers(folder)
+    assert torch.allclose(kept, answers(resolve(path, dtype="float32")), atol=1e-3 * float(kept.abs().max()))
+
+
 def test_long_rope_comes_from_the_factors_in_the_file(tmp_path):
     from flyweight.checkpoint.gguf import make_config
 
@@ -120,6 +155,6 @@ def test_long_rope_comes_from_the_factors_in_the_file(tmp_path):
 
 
 def test_a_window_where_a_family_has_none_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("olmo2"), olmo2__attention__sliding_window=16)
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3"), qwen3__attention__sliding_window=16)
     with pytest.raises(UnsupportedError, match="sliding-window"):
         resolve(path)

@@ -62,6 +62,9 @@ def test_byte_level_tokens_are_those_of_transformers(tmp_path, pre):
     ("qwen2", "(x)\n\n", ["(x", ")ĊĊ"]),
     ("gpt-4o", "HelloWorld don't 1234", ["Hello", "World", "Ġdon't", "Ġ", "123", "4"]),
     ("glm4", "I'm 1234", ["I", "'m", "Ġ", "123", "4"]),
+    ("tekken", "HelloWorld don't 12", ["Hello", "World", "Ġdon", "'t", "Ġ", "1", "2"]),
+    ("qwen35", "कि 12", ["à¤ķà¤¿", "Ġ", "1", "2"]),  # a vowel sign belongs to its letter
+    ("qwen2", "कि 12", ["à¤ķ", "à¤¿", "Ġ", "1", "2"]),
     ("deepseek-llm", "a b12\n!?", ["a", "Ġb", "12", "Ċ", "!?"]),
     ("deepseek-v3", "a 1234 .x(y", ["a", "Ġ", "123", "4", "Ġ.", "x", "(y"]),
 ])

@@ -114,6 +114,17 @@ def test_an_unknown_architecture_is_named():
     assert pick_gpu("sm_90a:78", None) == (GPUS["sm_90a:78"], "sm_90a"), "an H20 is compiled for as an H100 is"
 
 
+def test_where_another_gpu_is_imitated_its_ptx_is_compiled_ahead_without_any_gpu(monkeypatch):
+    from flyweight import gpu
+    from flyweight.commands.compile import pick_gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "_imitated", gpu.by_name("sm_80:132"))
+    found, architecture = pick_gpu(None, None)
+    assert (found.processors, architecture) == (132, "compute_80")
+    assert pick_gpu("sm_89", None)[1] == "sm_89", "a GPU that is named is meant"
+
+
 def test_biases_of_zeros_and_tied_heads_count_as_none():
     values = {"q.bias": torch.zeros(4), "k.bias": torch.ones(4), "lm_head.weight": torch.ones(4)}
     checkpoint = SimpleNamespace(config=preset_config("tiny"), has=values.__contains__, tensor=values.__getitem__)

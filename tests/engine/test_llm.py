@@ -306,16 +306,13 @@ def test_prompts_beside_answers_get_as_many_tokens_as_asked():
         LLM("preset:tiny", device="cpu", turns=True)
 
 
-@pytest.mark.parametrize("given", [{}, {"prompt_tokens_beside": 96}])
-@pytest.mark.parametrize("turns", [False, True])
-def test_a_server_takes_turns_where_that_is_asked_for(given, turns):
+@pytest.mark.parametrize("given", [{}, {"turns": False}, {"prompt_tokens_beside": 96}, {"speculate": "ngram"}])
+def test_a_server_takes_turns_where_passes_are_captured_and_nobody_guesses(given):
     llm = LLM("preset:tiny", device="cpu", blocks=16, max_model_len=64, **given)
     scheduler = llm.engine.scheduler
-    llm.turns = turns
-    if turns:
-        with pytest.raises(OptionError, match="not captured"):
-            llm.pace_prompts()
+    llm.pace_prompts()
+    assert scheduler.turn_tokens is None, "no passes are captured on a CPU"
     llm.engine.runner.passes = SimpleNamespace(patient=False)
     llm.pace_prompts()
-    assert llm.engine.runner.passes.patient
-    assert scheduler.turn_tokens == (given.get("prompt_tokens_beside", TURN_TOKENS) if turns else None)
+    assert (scheduler.turn_tokens is None) == bool({"turns", "speculate"} & set(given)) and llm.engine.runner.passes.patient
+    assert scheduler.turn_tokens in (None, given.get("prompt_tokens_beside", TURN_TOKENS))

@@ -8,6 +8,7 @@ from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import Rows
+from flyweight.kernels.linear import experts
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 
@@ -51,6 +52,35 @@ def test_captured_steps_with_experts_are_those_of_the_launches_and_of_float32(mo
             assert torch.equal(graphs.steps[size].logits.float(), got)
             errors.append((got - want[:size, i]).norm(dim=-1) / want[:size, i].norm(dim=-1))
         assert torch.cat(errors).median() < BOUND[scheme]
+
+
+@torch.inference_mode()
+def test_steps_have_the_same_bits_whoever_chooses_among_many_experts(monkeypatch):
+    """The route's last thread block, or every thread block of the experts' first linear by the router's words."""
+    many = MODELS["qwen3"] | dict(hidden_size=2048, num_experts=256, num_experts_per_tok=8)
+    decoder = Decoder.load(PresetWeights(many, "int4", device=CUDA), device=CUDA, dtype=torch.bfloat16)
+    grouped = [block.mlp.grouped for block in decoder.blocks]
+    if any(one is None or one._words_plan(gpu.of(0)) is None for one in grouped):
+        pytest.skip("these experts are chosen by the route here")
+    config = decoder.config
+    ways = []
+    for least in (experts.MANY_EXPERTS, 1 << 30):
+        monkeypatch.setattr(experts, "MANY_EXPERTS", least)
+        caches = [KVStorage(*(torch.zeros(8, PAGE, config.kv_heads, config.head_dim, dtype=decoder.dtype, device=CUDA)
+                              for _ in range(2))) for _ in range(config.layers)]
+        rows = Rows(1, pages=2, vocabulary=config.vocab_size, device=CUDA)
+        rows.tables[:] = torch.arange(2, dtype=torch.int32, device=CUDA)
+        rows.tokens[:], rows.lengths[:] = 1, 1
+        graphs = DecodeGraphs(decoder, caches, rows, sizes=(1,))
+        graphs.logits(1)  # captures
+        ways.append((rows, graphs))
+    for step in range(512):
+        found = []
+        for rows, graphs in ways:
+            rows.tokens[:], rows.lengths[:] = 3 + step * 7919 % 990, 1 + step % 24
+            found.append([graphs.logits(1).clone() for _ in range(2)])
+        assert all(torch.equal(found[0][0], one) for pair in found for one in pair), step
+    assert all((one.words.view(torch.int32) == -1).all() and int(one.ready) == 0 for one in grouped)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int4"])

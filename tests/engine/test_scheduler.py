@@ -95,6 +95,7 @@ def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without()
 def test_answers_and_prompts_take_turns(monkeypatch):
     scheduler = make(blocks=40_000, seqs=8, budget=16_384, prompt_tokens_beside=1000)
     scheduler.turn_tokens = 64
+    scheduler.long_gaps = 0.0
     answering = [request(number, 3, answer=1000) for number in range(2)]
     for one in answering:
         scheduler.add(one)
@@ -118,14 +119,21 @@ def test_answers_and_prompts_take_turns(monkeypatch):
         return [size for size in sizes if size is not None]
 
     assert turns(200) == [64, 64, 64, 8]
-    assert turns(40, 40) == [64, 16], "several prompts share a pass"
     assert turns(65) == [63, 2], "no token is left that would pass for an answer"
+    assert turns(40, 40) == [64, 16], "several prompts share a pass"
+    assert turns(90, 90, 90) == [64, 64, 64, 64, 14], "as many wait as answer, but few"
+    assert turns(70, 70, 70, 70) == [280], "after a burst all are read at once"
+    assert turns(60, 60, 60, 60) == [64, 64, 64, 48], "where that is worth it"
+    monkeypatch.setattr(schedulers, "MANY_CACHED", 100)
+    assert turns(200) == [64, 64, 48, 24], "attention to many cached tokens takes longer"
     monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
     assert turns(100) == [48, 48, 4], "steps of many answers take longer"
     scheduler.long_gaps = 3.0
-    assert turns(90) == [48, 42], "two passes are not worth a long gap"
-    assert turns(1200, 70) == [1000, 48, 48, 48, 48, 48, 30], "two answers have saved one long gap each"
+    assert turns(120) == [48, 48, 24], "a pass that would not be full is not worth a long gap"
+    assert turns(1200) == [1000, 48, 48, 48, 48, 8], "two answers have saved one long gap each"
     assert scheduler.long_gaps == pytest.approx(1.0, abs=0.2)
+    scheduler.max_num_seqs = 5
+    assert turns(96, 96, 96, 96)[:2] == [48, 48], "a burst that finds no seats is none"
     for _ in range(2):
         works = scheduler.schedule()
         assert [work.request for work in works] == answering, "where no prompt waits, every step is the answers'"

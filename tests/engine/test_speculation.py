@@ -9,6 +9,7 @@ from flyweight.engine.request import Chunk, Constraint, Request
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
+from flyweight.engine.speculation.lookup import LookupFirst
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
 from flyweight.engine.speculation.option import Speculation
@@ -381,6 +382,49 @@ def test_what_follows_is_what_followed_before():
     assert index.match([1, 2, 3, 4], 5, own=False) is None  # asks for more than agrees
     loop = TokenIndex([1, 2, 3, 1, 2, 3])
     assert loop.after(loop.match(loop.tokens, 3, own=True), 7, own=True) == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_what_is_found_in_earlier_text_goes_before_a_models_guesses(kind):
+    """The model, which is as good, catches up with what it has not seen, and guesses the rest."""
+    options = params(max_tokens=24, **SAMPLING[kind])
+    prompts = [PROMPTS[0] * 3, PROMPTS[1]]
+    want = [alone(prompt, options) for prompt in prompts]
+    drafter = LookupFirst(model_drafter(), 2)
+    asked = []
+    propose = drafter.other.propose
+    drafter.other.propose = lambda requests, most: asked.append(max(most.values())) or propose(requests, most)
+    quoted = []
+    look = drafter.lookup.propose
+
+    def look_up(requests, most):
+        """Now and then: what the answer says next, and once something else."""
+        found = look(requests, most)
+        for request in requests:
+            begin = len(request.tokens) - len(request.prompt)
+            if begin % 3 == 1:
+                text = want[request.number][begin : begin + most[request.number]]
+                found[request.number] = [*text[:-1], (text[-1] + 1) % VOCABULARY] if text else []
+                quoted.append(len(text))
+        return found
+
+    drafter.lookup.propose = look_up
+    engine = speculating(drafter, count=5)
+    requests = [engine.submit(prompt, options) for prompt in prompts]
+    assert run(engine, *requests) == want
+    assert max(quoted) == 5 and set(asked) <= {1, 2}
+    assert not drafter.found and not drafter.other.shadows
+
+
+def test_a_wrong_guess_counts_for_whoever_made_it():
+    drafter = LookupFirst(Oracle([list(range(30))]), 2)
+    request = Request(0, [1, 2, 3, 4, 5, 6, 7] * 2, params(), seed=0, limit=40)
+    other = Request(1, list(range(9)), params(), seed=0, limit=40)
+    found = drafter.propose([request, other], {0: 3, 1: 3})
+    assert found == {0: [1, 2, 3], 1: [9, 11]}
+    for one in (request, other):
+        drafter.observe(one, found[one.number], 0)
+    assert [drafter.lookup.readers[number].needed for number in (0, 1)] == [4, 3]
 
 
 def test_earlier_answers_help_those_of_the_same_salt_alone():

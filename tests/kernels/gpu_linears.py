@@ -53,6 +53,13 @@ def linear_of(tensor: QuantTensor, *, dtype=torch.bfloat16, **options) -> TiledL
     return TiledLinear(tensor, dtype=dtype, ops=reference, **options)
 
 
+def product_of(tensor: QuantTensor, weight, x: torch.Tensor) -> torch.Tensor:
+    """x times a tensor in float64, with x in the codes that a laid-out weight's kernels use."""
+    if weight.format.name == "fp8-wide":  # where no matrix unit takes float8 x stays as it is
+        return x.double() @ tensor.dequantize(torch.float64).T
+    return tensor.matmul_reference(x)
+
+
 def mailboxes_are_empty() -> bool:
     """Whether every word that was left has been taken."""
     buffers = workspace.current(torch.device("cuda", 0))._buffers

@@ -1,10 +1,11 @@
-"""accept.cu, run on the CPU: the rows that torch's ops find."""
+"""accept.cu and guesses.cu, run on the CPU: what torch's ops find."""
 
 import host_cuda
 import pytest
 import torch
 
 from flyweight.kernels.accept import ChainState, CheckedRows, accept, last_rows
+from flyweight.kernels.guesses import GuessedRows, Handover, SequenceRows, TorchHandover
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
@@ -26,3 +27,21 @@ def test_a_head_goes_on_from_the_last_right_row(monkeypatch, folder):
     assert torch.equal(state.tables[:3, :3], tables[want]) and (state.tables[:, 3] == 99).all()
     following = torch.where(before.roll(-1) > 0, tokens.roll(-1), -1)
     assert last_rows(chosen, following, first).tolist() == want
+
+
+def test_sequences_go_on_from_the_last_right_guess(monkeypatch, folder):
+    host_cuda.pretend(monkeypatch, folder)
+    chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8])  # all right; no guess; one right of two; its last row counts no guess
+    found = []
+    for kind in (Handover, TorchHandover):
+        rows = GuessedRows(
+            tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2]), lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17], dtype=torch.int32),
+            guesses=torch.tensor([4, 5, -1, -1, 1, 2, -1]), at=torch.tensor([2, 2, 2, 0, 3, 3, 3]), first=torch.tensor([0, 3, 4, 0]),
+            unread=torch.tensor([3, 4, 0]), unread_at=torch.tensor([0, 3, 0]))
+        sequences = SequenceRows(torch.tensor([70, 71, 72, 73]), torch.tensor([1, 2, 3, 4], dtype=torch.int32))
+        handover = kind(rows, sequences)
+        handover.take(2)
+        assert rows.tokens.tolist() == [9, 4, 5, 70, 73, 1, 2]
+        handover.go_on(chosen, 3)
+        found.append((sequences.tokens.tolist(), sequences.lengths.tolist()))
+    assert found == [([1, 71, 6, 3], [8, 2, 33, 17])] * 2

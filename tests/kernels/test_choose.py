@@ -163,4 +163,4 @@ def test_info_names_the_kernels_that_run_on_this_gpu(monkeypatch):
     assert told.kernel.startswith("tiles.int4 (gemv, ") and "from 5 rows gemv_cluster, from 17 rows gemm," in told.kernel
     assert told.kernel.endswith("cublas)") and told.why == linear.why and told.nbytes == linear.nbytes
     monkeypatch.setattr(gpu, "of", lambda _: GPUS["sm_89"])
-    assert Laid(linear).kernel.endswith("from 5 rows gemm_mma)") and "gemv_cluster" not in Laid(linear).kernel
+    assert Laid(linear).kernel.endswith("from 3 rows gemm_mma)") and "gemv_cluster" not in Laid(linear).kernel

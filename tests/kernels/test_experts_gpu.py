@@ -3,6 +3,8 @@
 torch fills what it hands out uninitialized with NaN here, so an output that nobody writes is found.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from gpu_linears import linear_of, make, relative_error
@@ -182,31 +184,70 @@ def test_the_choices_of_one_token_are_added_up_at_once(monkeypatch):
         ready = torch.zeros(1, dtype=torch.int32, device="cuda")
         stacked = experts.stack(first), experts.stack(second)
         shared = first[-1], second[-1]
-        return GroupedExperts(*stacked, router, ready, Routing(count, chosen, normalize=True), shared, joined=True)
+        words = experts.empty_words(len(router), chosen + 1, router.device)
+        return GroupedExperts(*stacked, router, ready, Routing(count, chosen, normalize=True), shared, joined=True, words=words)
 
     layers = [layer(), layer()]
     assert experts.sum_plan(layers[0].down.matrix, chosen + 1, gpu.of(0)) is not None
     norm = Norm((1 + 0.1 * torch.randn(hidden, device="cuda")).bfloat16(), EPSILON)
     x = torch.randn(1, hidden, device="cuda").bfloat16()
 
-    def run(out):
+    def run(stack, out):
         out.copy_(x)
-        for one in layers:
+        for one in stack:
             one.project(out, out, norm=norm)
 
     with monkeypatch.context() as patch:
         patch.setattr(experts, "sum_plan", lambda *_: None)
         want = torch.empty_like(x)
-        run(want)
-    out = torch.empty_like(x)
-    run(out)
-    first = out.clone()
-    assert relative_error(first, want.double()) < 8e-3 and relative_error(first - x, (want - x).double()) < 0.1
+        run(layers, want)
+    out, firsts = torch.empty_like(x), []
+    for stack in (layers, [dataclasses.replace(one, words=None) for one in layers]):
+        run(stack, out)
+        first = out.clone()
+        assert relative_error(first, want.double()) < 8e-3 and relative_error(first - x, (want - x).double()) < 0.1
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(stack, out)
+        for _ in range(200):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, first)
+        firsts.append(first)
+    assert torch.equal(*firsts), "whoever chooses"
+    assert all(int(one.ready) == 0 and (one.words.view(torch.int32) == -1).all() for one in layers)
+
+
+def test_choices_by_words_follow_their_input():
+    """Other experts at every replay: each finds the words of its own token."""
+    count, chosen, hidden, width = 512, 10, 2048, 512
+    tensors = [(make("int4:128", (2 * width, hidden), i), make("int4:128", (hidden, width), i)) for i in range(8)]
+    first = [linear_of(tensors[i % 8][0], activation="silu") for i in range(count)]
+    second = [linear_of(tensors[i % 8][1]) for i in range(count)]
+    stacked = experts.stack(first), experts.stack(second)
+    layers = []
+    for _ in range(3):
+        router = torch.randn(count, hidden, device="cuda") * hidden**-0.5
+        ready = torch.zeros(1, dtype=torch.int32, device="cuda")
+        words = experts.empty_words(count, chosen, router.device)
+        layers.append(GroupedExperts(*stacked, router, ready, Routing(count, chosen, normalize=True), words=words))
+    norm = Norm((1 + 0.1 * torch.randn(hidden, device="cuda")).bfloat16(), EPSILON)
+    x, out = torch.randn(2, 1, hidden, device="cuda").bfloat16()
+
+    def run():
+        out.copy_(x)
+        for one in layers:
+            one.project(out, out, norm=norm)
+
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(out)
-    for _ in range(200):
-        out.fill_(torch.nan)
+        run()
+    by_words, layers = layers, [dataclasses.replace(one, words=None) for one in layers]
+    for _ in range(100):
+        x.copy_(torch.randn_like(x))
         graph.replay()
-        assert torch.equal(out, first)
-    assert all(int(one.ready) == 0 for one in layers)
+        replayed = out.clone()
+        run()
+        assert torch.equal(out, replayed)
+    assert all((one.words.view(torch.int32) == -1).all() for one in by_words)

@@ -298,6 +298,23 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     assert int(ready) == 0
 
 
+def test_the_experts_own_kernel_chooses_as_the_route_does():
+    count, chosen, hidden, width = 259, 5, 320, 64
+    first, second = ([linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + 1)]
+                     for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None)))
+    router = torch.randn(count + 1, hidden) * hidden**-0.5
+    words = experts.empty_words(len(router), chosen + 1, router.device)
+    layer = GroupedExperts(experts.stack(first), experts.stack(second), router, torch.zeros(1, dtype=torch.int32),
+                           Routing(count, chosen, normalize=True), (first[-1], second[-1]), joined=True, words=words)
+    assert layer._words_plan(host_cuda.HOST) is not None
+    norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
+    for _ in range(2):
+        x = torch.randn(1, hidden).bfloat16()
+        want = dataclasses.replace(layer, words=None).project(x, norm=norm)
+        assert torch.equal(layer.project(x, norm=norm), want) and not torch.equal(want, x)
+        assert (words.view(torch.int32) == -1).all(), "ready for the next step"
+
+
 def test_results_are_normed_and_added():
     hidden, y = torch.randn(2, 3, 2312).bfloat16()
     norm = Norm((0.1 * torch.randn(2312)).bfloat16(), 1e-6, plus_one=True)

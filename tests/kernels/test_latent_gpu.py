@@ -17,12 +17,13 @@ def test_a_step_is_what_float64_makes_of_it(heads, dtype, lengths):
     check(LatentShape(heads, 128, 512, 64, 128, page=16), lengths, splits=None, dtype=dtype, device="cuda")
 
 
-@pytest.mark.parametrize(("new", "older"), [(70, 0), (130, 333)])
+@pytest.mark.parametrize(("new", "older"), [(70, 0), (130, 333), (256, 0), (128, 128)])
 def test_prompts_attend_to_what_is_before_them(new, older):
-    """Values narrower than keys; queries are the last tokens."""
+    """Values narrower than keys; queries are the last tokens. They lie as latent.py makes them: token by token, values beside keys."""
     torch.manual_seed(0)
-    query = torch.randn(16, new, 192, device="cuda").bfloat16()
-    keys, values = (torch.randn(16, older + new, size, device="cuda").bfloat16() for size in (192, 128))
+    query = torch.randn(new, 16, 192, device="cuda").bfloat16().transpose(0, 1)
+    keys = torch.randn(older + new, 16, 192, device="cuda").bfloat16().transpose(0, 1)
+    values = torch.randn(older + new, 16, 256, device="cuda").bfloat16()[..., 128:].transpose(0, 1)
     assert torch_runs.takes_last(query)
     scores = query.double() @ keys.double().mT * 192**-0.5
     hidden = torch.ones(new, older + new, dtype=torch.bool, device="cuda").triu(older + 1)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make, relative_error, replayed
+from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make, product_of, relative_error, replayed
 
 from flyweight import gpu
 from flyweight.kernels.linear import format, gemm_mma, tiles
@@ -41,7 +41,7 @@ def test_any_rows_on_ragged_shapes(kind, dtype):
         weight = tiles.prepare(tensor, dtype=dtype)
         for rows in counts:
             x = torch.randn(rows, shape[1], device="cuda").to(dtype)
-            want = tensor.matmul_reference(x)
+            want = product_of(tensor, weight, x)
             for split in (WHOLE, LINE):
                 cut = cut_for(weight, rows, split=split)
                 got = gemm_mma.multiply(weight, x, poisoned(rows, shape[0], dtype), cut=cut)
@@ -56,9 +56,7 @@ def test_a_norm_before_and_silu_or_a_residual_after(kind):
     x = torch.randn(300, 576, device="cuda").bfloat16()
     normed = torch.nn.functional.rms_norm(x.double(), (576,), norm.double(), 1e-6)
     gated = tiles.prepare(tensor, dtype=x.dtype, activation="silu")
-    product = tensor.matmul_reference(normed)
-    if gated.format.name == "fp8-wide":  # where no matrix unit takes float8 x stays as it is
-        product = normed @ tensor.dequantize(torch.float64).T
+    product = product_of(tensor, gated, normed)
     gate, up = product.chunk(2, -1)
     got = gemm_mma.multiply(gated, x, poisoned(300, 320, x.dtype), norm=Norm(norm, 1e-6))
     assert relative_error(got, torch.nn.functional.silu(gate) * up) < 3e-2

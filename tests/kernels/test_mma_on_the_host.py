@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 
 SMALL = MmaTile(2, 1, 1, 2, 1, 1.0)  # 32 outputs × 16 tokens
 WIDE = MmaTile(1, 2, 2, 2, 1, 1.0)  # the same outputs × 32 tokens, two warps beside each other
+EVEN = MmaTile(4, 1, 1, 2, 1, 1.0)  # 64 outputs × 16 tokens of four warps: each thread counts one address up
 LONG = MmaTile(1, 1, 1, 16, 1, 1.0)  # 16 outputs × 128 tokens of one warp
 AMPERE = gpu.Gpu(8, 6, 3, 101376, 102400)
 
@@ -30,6 +31,8 @@ CASES = [
     ("mxfp4", 33, (40, 160), SMALL, LINE),
     ("fp8-block", 17, (136, 256), SMALL, LINE),
     ("int8:64:symmetric", 18, (40, 192), WIDE, WHOLE),
+    ("int4:128", 39, (128, 384), EVEN, LINE),
+    ("int8:128", 32, (128, 256), EVEN, WHOLE),
     ("w8a8", 40, (72, 328), WIDE, LINE),
     ("fp8", 17, (40, 192), SMALL, LINE),
     ("sparse-int4:32", 20, (40, 192), SMALL, LINE),

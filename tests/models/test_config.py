@@ -6,6 +6,7 @@ from model_helpers import LLAMA3, MODELS, TINY, YARN
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.models.config import FAMILIES, ModelConfig
 from flyweight.models.presets import PRESETS
+from flyweight.models.standard import plan_of
 
 LLAMA = TINY | dict(model_type="llama")
 
@@ -35,6 +36,24 @@ def test_presets_read_back_through_transformers(name):
     theirs = transformers.AutoConfig.for_model(**ours.to_dict())
     assert ModelConfig.from_dict(theirs.to_dict()) == ours
     assert theirs.architectures == PRESETS[name]["architectures"]
+
+
+STATED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+          "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts",
+          "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size")
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"kimi_k2"}))  # which transformers does not have
+def test_a_missing_key_is_what_transformers_takes(model_type):
+    """Of files that say no more than their sizes: biases, norms, rope, windows, tied embeddings, how experts are chosen."""
+    known = transformers.AutoConfig.for_model(model_type).to_dict()
+    changes = dict(num_hidden_layers=4, num_experts_per_tok=2) | ({"head_dim": 128} if model_type == "glm4_moe" else {})
+    changes |= {key: 16 for key in ("num_experts", "num_local_experts", "n_routed_experts") if known.get(key)}
+    theirs = transformers.AutoConfig.for_model(model_type, **changes).to_dict()
+    stated = {key: theirs[key] for key in (*STATED, *changes, "model_type") if theirs.get(key) is not None}
+    whole, short = ModelConfig.from_dict(theirs), ModelConfig.from_dict(stated)
+    assert plan_of(short) == plan_of(whole)
+    assert (short.tied_embeddings, short.context_length) == (whole.tied_embeddings, whole.context_length)
 
 
 def test_flags_of_the_families():
@@ -72,6 +91,9 @@ def test_context_length_counts_the_factor_of_the_scaling():
     assert config(rope_scaling=YARN).context_length == 64
     assert config(rope_scaling=YARN | dict(factor=8.0)).context_length == 128
     assert config(rope_scaling=LLAMA3).context_length == 64
+    assert ModelConfig.from_dict(PRESETS["gemma-3-12b"]).context_length == 131072  # by a factor that is in it
+    growing = dict(original_max_position_embeddings=16, llama_4_scaling_beta=0.1)
+    assert config(rope_scaling=YARN | growing).context_length == 16  # from where on queries grow
 
 
 def test_dtype_and_eos_in_every_spelling():

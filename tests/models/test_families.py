@@ -141,6 +141,8 @@ MODELS = {
         4, factor=4.0, original_max_position_embeddings=16))),
     "ministral": ("ministral", dict(sliding_window=6, layer_types=TYPES)),
     "ministral dynamic": ("ministral", dict(sliding_window=6, rope_parameters=DYNAMIC)),
+    "ministral3": ("ministral3", dict(max_position_embeddings=256, rope_parameters=YARN | MSCALE | dict(
+        original_max_position_embeddings=64, llama_4_scaling_beta=0.1))),
     "mistral yarn": ("mistral", dict(sliding_window=None, rope_parameters=YARN)),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),

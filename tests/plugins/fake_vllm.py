@@ -96,6 +96,10 @@ class QuantizationConfig:
         self.packed_modules_mapping = {}
 
 
+class UnquantizedLinearMethod:
+    pass
+
+
 class LinearBase(torch.nn.Module):
     """A layer, and which rank's it is."""
 
@@ -146,6 +150,7 @@ def fill_formats(tree):
     tree[f"{layers}.quantization.base_config"].QuantizationConfig = QuantizationConfig
     tree[f"{layers}.linear"].LinearBase = LinearBase
     tree[f"{layers}.linear"].LinearMethodBase = object
+    tree[f"{layers}.linear"].UnquantizedLinearMethod = UnquantizedLinearMethod
     tree[f"{layers}.vocab_parallel_embedding"].ParallelLMHead = ParallelLMHead
     experts = f"{layers}.fused_moe"
     tree[experts].RoutedExperts = RoutedExperts

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SHAPE = (1536, 1024)
-ROWS = (1, 2, 3, 8, 17, 64, 300, 4096)
+ROWS = (1, 2, 3, 8, 17, 64, 300, 4096, 16384)
 WEIGHTS = {
     "int4": lambda: IntGroup.random(SHAPE, 0, "cuda", dtype=torch.float16),
     "int8": lambda: IntGroup.random(SHAPE, 0, "cuda", bits=8, group_size=-1, symmetric=True),

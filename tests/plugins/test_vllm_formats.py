@@ -52,6 +52,7 @@ def write(folder, scheme, columns=128):
             for tensor, value in form.write(f"{LAYER}.{part}", weight).items():
                 writer.add(tensor, value)
         writer.add("lm_head.weight", torch.randn(16, columns))
+        writer.add("model.layers.0.mlp.gate.weight", torch.randn(16, columns))
         settings = form.config(weights, ignore=["lm_head"])
         sizes = dict(hidden_size=columns, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
         writer.finish(dict(model_type="llama", quantization_config=settings, **sizes))
@@ -146,6 +147,12 @@ def test_what_is_not_in_the_files_or_not_a_linear_is_named(model):
     assert model.config.get_quant_method(torch.nn.Module(), "model.norm") is None
     assert model.config.get_quant_method(fake_vllm.ParallelLMHead(), "lm_head") is None
     assert model.config.get_quant_method(fake_vllm.RoutedExperts(4, 2), "mlp.experts") is None
+
+
+def test_a_linear_without_codes_stays_with_vllm(model):
+    """A router, say, which vLLM has kernels of its own for."""
+    method = model.config.get_quant_method(fake_vllm.LinearBase(0, 1), "model.layers.0.mlp.gate")
+    assert isinstance(method, fake_vllm.UnquantizedLinearMethod)
 
 
 def group(**weights):

@@ -4,6 +4,7 @@ import importlib.metadata
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flyweight.plugins import sglang
 from flyweight.plugins import vllm as plugin
@@ -36,6 +37,13 @@ def test_it_is_active(installed):
     installed("0.33.0")
     assert state().active
     assert "0.33.0" in state().text and "mp, int8" in state().text
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_missing_gpu_is_told(installed, monkeypatch, there):
+    installed("0.33.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert ("no GPU is visible" in state().text) is not there
 
 
 @pytest.mark.parametrize(

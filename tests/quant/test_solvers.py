@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyweight.quant.awq import awq_round, output_error, round_weight, search_scales
+from flyweight.quant.awq import awq_round, clip, output_error, round_weight, search_scales
 from flyweight.quant.fp8 import FP8, fp8
 from flyweight.quant.gptq import GPTQ, gptq
 from flyweight.quant.grid import Integers, fit_group_size, make_grid
@@ -380,3 +380,10 @@ def test_our_adam_steps_as_torchs():
         theirs.pow(4).sum().backward()
         reference.step()
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("group_size", [-1, 32])
+def test_clipping_stays_on_the_device_of_the_weight(group_size):
+    """On meta, where a tensor of another device is an error as it is on a GPU, and nothing is computed."""
+    grid = clip(torch.empty(8, 64, device="meta"), Statistics.uniform(64, "meta"), Integers(bits=8, group_size=group_size))
+    assert grid.scales.device.type == "meta" and grid.scales.shape == (8, 1 if group_size < 0 else 2)

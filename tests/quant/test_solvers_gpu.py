@@ -115,7 +115,7 @@ def test_vptq_is_as_good_as_on_the_cpu_and_gives_the_same_bytes_twice(shape):
 
 
 @pytest.mark.parametrize("scheme", [
-    "gptq-int4", "awq-int4", "w8a8-smooth-gptq", "w4a16-sparse-gptq", "vptq-3bit", "int4-best", "fp8-static"])
+    "gptq-int4", "awq-int4", "w8a8-smooth", "w8a8-smooth-gptq", "w4a16-sparse-gptq", "vptq-3bit", "int4-best", "fp8-static"])
 def test_every_kind_of_scheme_runs_on_a_gpu(scheme, tmp_path):
     model = make_tiny_model(tmp_path / "model")
     recipe = find(scheme)

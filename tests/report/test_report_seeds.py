@@ -138,3 +138,17 @@ def test_rst_is_accepted_by_docutils(document):
     core = pytest.importorskip("docutils.core")
     core.publish_string(report(document[1], rst, layout="full"), writer_name="null",
                         settings_overrides={"halt_level": 2, "report_level": 5})
+
+
+def test_variants_that_are_the_same_at_run_time_share_a_place():
+    from flyweight.report.document import share_places
+
+    def record(scheme, rate, checkpoint="random:0"):
+        return {"scheme": scheme, "place": scheme, "decode_tok_s": rate, "checkpoint": checkpoint, "backend": "native",
+                "bits_per_weight": 8.0, "size_gb": 4.4}
+
+    ours = [record("w8a8_smooth_gptq", 753.0), record("w8a8_smooth_ptq", 747.0), record("w8a16_awq", 722.0)]
+    found = {one["place"]: one["decode_tok_s"] for one in share_places(ours, "decode_tok_s")}
+    assert found == {"w8a8_smooth_gptq** = **w8a8_smooth_ptq": 750.0, "w8a16_awq": 722.0}
+    real = [one | {"checkpoint": str(i)} for i, one in enumerate(ours)]
+    assert share_places(real, "decode_tok_s") == real, "real weights of two methods are two models"

@@ -196,13 +196,14 @@ def test_what_cannot_be_handed_over_is_refused():
     assert set(handover.OPTIONS["vllm"]) == set(handover.OPTIONS["sglang"])
 
 
-def test_the_process_becomes_the_other_server(monkeypatch):
+def test_the_process_becomes_the_other_server(monkeypatch, capsys):
     became = []
     monkeypatch.setattr(handover.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
     with pytest.raises(SystemExit) as end:
         main(["serve", "Qwen/Qwen3-8B", "--backend", "sglang", "--port", "9"])
     assert not end.value.code and became[0][1][1:4] == ["-m", "sglang.launch_server", "--model-path"]
+    assert "Flyweight's kernels and formats: SGLang is not installed" in capsys.readouterr().err
 
 
 def test_names_show_no_folders():

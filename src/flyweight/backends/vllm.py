@@ -182,15 +182,15 @@ class Vllm:
     def __init__(self, model: str, options: EngineOptions):
         set_parts(self.parts)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault(
-            "VLLM_ENABLE_V1_MULTIPROCESSING", "0" if options.tensor_parallel == 1 else "1"
-        )
+        several = options.tensor_parallel > 1
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if several else "0")
+        if several:  # to ask them which kernels they have, we send them a function
+            os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         need("vllm")
         self.model, self.options = model, options
         self.kv_dtype: str | None = None
         self.inner: Any = None
-        # class → linears; None: they are in other processes
-        self.linear_kernels: dict[str, int] | None = None
+        self.linear_kernels: dict[str, int] | None = None  # class → linears of one GPU
 
     def start(self, limits: Limits) -> None:
         if self.inner is not None:
@@ -206,8 +206,7 @@ class Vllm:
         self.inner = vllm.LLM(
             model=folder, disable_log_stats=True, **more, **arguments(self.options, limits)
         )
-        if alone:
-            self.linear_kernels = self.inner.apply_model(plugin.kernels_of)[0]
+        self.linear_kernels = self.inner.apply_model(plugin.kernels_of)[0]
         self.kv_dtype = str(self.inner.llm_engine.model_config.dtype).removeprefix("torch.")
         self.tokens = 0
 

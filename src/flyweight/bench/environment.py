@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flyweight import gpu
-from flyweight.kernels import copy
+from flyweight.kernels import copy, dependent_launch
 from flyweight.machine import copy_bandwidth, cpu_name, device_name
 
 PACKAGES = (
@@ -62,13 +62,16 @@ def facts(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True)
 
 
 def imitation_facts(device: torch.device, measure_bandwidth: bool) -> dict[str, Any]:
-    """Of a GPU that is imitated: its SMs, and what a copy by so many of them reaches."""
+    """Of a GPU that is imitated: its SMs, what a copy by so many of them reaches, and whether
+    launches overlap (FLYWEIGHT_OVERLAP).
+    """
     if device.type != "cuda" or gpu.imitated() is None or not measure_bandwidth:
         return {}
     processors = gpu.of(device).processors
     return {
         "processors": processors,
         "copy_gb_s_of_processors": round(copy.bandwidth(device, processors), 1),
+        "overlap": dependent_launch.enabled,
     }
 
 

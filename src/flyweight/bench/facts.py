@@ -184,11 +184,12 @@ def checkpoint_facts(name: str) -> ModelFacts:
     summary, config = summarize(checkpoint), ModelConfig.from_dict(checkpoint.config)
     note = read_json(checkpoint.folder / NOTE) if (checkpoint.folder / NOTE).exists() else {}
     plain, source = SHORT.get(summary.dtype, summary.dtype), str(note.get("model") or name)
+    made = source.split(":")[2:] if source.startswith("preset:") else []
     return ModelFacts(
         model=base_name(source),
         checkpoint=checkpoint.hash(),
         weights="random" if source.startswith("preset:") else "trained",
-        scheme=note.get("recipe", {}).get("name") or summary.quantization or plain,
+        scheme=note.get("recipe", {}).get("name") or "".join(made) or summary.quantization or plain,
         size_gb=round(checkpoint.nbytes / 1e9, 4),
         bits_per_weight=round(summary.linear_bits, 4),
         file_bits_per_weight=round(summary.file_bits, 4),

@@ -12,6 +12,7 @@ counterpart is an error: leaving one out would give a model that loads and talks
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import shutil
@@ -131,11 +132,11 @@ class GGUF:
             self.metadata = fields | self.metadata  # the first part has it all
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in FAMILIES:
+            near = difflib.get_close_matches(self.architecture, list(FAMILIES), n=1, cutoff=0.75)
+            nearest = f"; the nearest that is: {near[0]}" if near else ""
             raise UnsupportedError(
                 f"{self.path}: architecture {self.architecture!r} is not "
-                f"supported; known: "
-                # the nearest name would be another model
-                f"{', '.join(FAMILIES)}"
+                f"supported{nearest}; known: {', '.join(FAMILIES)}"
             )
         self.family = FAMILIES[self.architecture]
         count = self.metadata.get("split.count", 0)
@@ -340,6 +341,9 @@ def _rope_scaling(file: GGUF, head_dim: int, theta: float) -> dict[str, Any] | N
     scaling = {"rope_type": kind, "factor": file.setting("rope.scaling.factor")}
     if original := file.setting("rope.scaling.original_context_length", 0):
         scaling["original_max_position_embeddings"] = original
+    for key in ("beta_fast", "beta_slow") if kind == "yarn" else ():
+        if (limit := file.setting(f"rope.scaling.yarn_{key}", 0)) > 0:
+            scaling[key] = limit
     return scaling
 
 

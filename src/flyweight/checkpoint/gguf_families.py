@@ -36,6 +36,17 @@ GEMMA_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# of layers with a state in place of attention
+STATE = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+STEPS = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
+DECAY = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+QWEN_NORMS = FIRST_NORM | {"post_attention_norm": "post_attention_layernorm"}
 LONG_ROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 # (the file, config so far) → more of config
@@ -60,6 +71,7 @@ class GgufFamily:
     windows: bool = False  # a sliding window is no surprise
     partial_rope: bool = False  # rope may turn a part of each head
     latent: bool = False  # heads share one row of the cache; its size is the file's size of a head
+    tiled: bool = False  # value heads lie in llama.cpp's order: gguf_heads.py
     settings: Settings = lambda file, config: {}
 
 
@@ -214,21 +226,59 @@ def deepseek_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def qwen_next_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+def state_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Of layers with a state, as Qwen3-Next and Qwen3.5 have them."""
     heads = int(file.number("ssm.time_step_rank"))
-    return (
-        shared_mixture_settings(file, config)
-        | without_guessing(file, config)
-        | {
-            "norm_topk_prob": True,
-            "full_attention_interval": int(file.setting("full_attention_interval", 4)),
-            "linear_conv_kernel_dim": int(file.number("ssm.conv_kernel")),
-            "linear_key_head_dim": int(file.number("ssm.state_size")),
-            "linear_num_key_heads": int(file.number("ssm.group_count")),
-            "linear_num_value_heads": heads,
-            "linear_value_head_dim": int(file.number("ssm.inner_size")) // heads,
+    return without_guessing(file, config) | {
+        "full_attention_interval": int(file.setting("full_attention_interval", 4)),
+        "linear_conv_kernel_dim": int(file.number("ssm.conv_kernel")),
+        "linear_key_head_dim": int(file.number("ssm.state_size")),
+        "linear_num_key_heads": int(file.number("ssm.group_count")),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": int(file.number("ssm.inner_size")) // heads,
+    }
+
+
+def qwen_next_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    mixture = shared_mixture_settings(file, config) | {"norm_topk_prob": True}
+    return mixture | state_settings(file, config)
+
+
+def olmo_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """A window makes it OLMo 3, whose scaled rope is that of layers without one."""
+    window = int(file.setting("attention.sliding_window", 0))
+    if not window:
+        return {}
+    layers = config["num_hidden_layers"]
+    pattern = file.setting("attention.sliding_window_pattern", 4)
+    if isinstance(pattern, int):  # every so many layers one sees everything
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    found: dict[str, Any] = {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": [
+            "sliding_attention" if local else "full_attention" for local in pattern[:layers]
+        ],
+    }
+    if scaling := config.get("rope_scaling"):
+        found["rope_scaling"] = scaling | yarn_limits(file)
+    return found
+
+
+def ministral_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Ministral 3; without queries that grow with their position it is a Mistral (Small)."""
+    growth = float(f"{file.setting('attention.temperature_scale', 0.0):.6g}")
+    scaling = config.get("rope_scaling")
+    if not growth or not scaling:
+        return {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": None,
         }
-    )
+    weight = float(f"{file.setting('rope.scaling.yarn_log_multiplier', 1.0):.6g}")
+    of_scores = {"mscale": 1.0, "mscale_all_dim": weight, "llama_4_scaling_beta": growth}
+    return {"rope_scaling": scaling | yarn_limits(file) | of_scores, "sliding_window": None}
 
 
 def smollm_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
@@ -289,7 +339,10 @@ FAMILIES = {
         | OUT
         | HEAD_NORMS
         | MLP,
+        also=("olmo3",),
         whole_norms=True,
+        windows=True,
+        settings=olmo_settings,
     ),
     "phi3": GgufFamily(
         "phi3",
@@ -366,25 +419,45 @@ FAMILIES = {
     "qwen3next": GgufFamily(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        FIRST_NORM | {"post_attention_norm": "post_attention_layernorm"} | ROUTER,
+        QWEN_NORMS | ROUTER,
         EXPERTS,
-        some=QKV
-        | OUT
-        | HEAD_NORMS
-        | GATED_SHARED
-        | {
-            "attn_qkv": "linear_attn.in_proj_qkv",
-            "attn_gate": "linear_attn.in_proj_z",
-            "ssm_ba": "linear_attn.in_proj_ba",
-            "ssm_conv1d": "linear_attn.conv1d",
-            "ssm_norm": "linear_attn.norm",
-            "ssm_out": "linear_attn.out_proj",
-        },
-        whole={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+        some=QKV | OUT | HEAD_NORMS | GATED_SHARED | STATE | {"ssm_ba": "linear_attn.in_proj_ba"},
+        whole=DECAY,
         made=("linear_attn.in_proj_qkvz.weight",),
         raised=True,
         partial_rope=True,
         settings=qwen_next_settings,
+    ),
+    "qwen35": GgufFamily(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        QWEN_NORMS | MLP,
+        some=QKV | OUT | HEAD_NORMS | STATE | STEPS,
+        whole=DECAY,
+        raised=True,
+        partial_rope=True,
+        tiled=True,
+        settings=state_settings,
+    ),
+    "qwen35moe": GgufFamily(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        QWEN_NORMS | ROUTER,
+        EXPERTS,
+        some=QKV | OUT | HEAD_NORMS | GATED_SHARED | STATE | STEPS,
+        whole=DECAY,
+        raised=True,
+        partial_rope=True,
+        tiled=True,
+        settings=qwen_next_settings,
+    ),
+    "mistral3": GgufFamily(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        PLAIN,
+        also=("mistral",),
+        turned=True,
+        settings=ministral_settings,
     ),
 }
 BY_TYPE = {

@@ -24,7 +24,8 @@ from flyweight.checkpoint.gguf_families import (
     shape_elsewhere,
 )
 from flyweight.checkpoint.gguf_header import Stored, block_size, read_table
-from flyweight.checkpoint.gguf_made import take_made
+from flyweight.checkpoint.gguf_heads import COLUMNS, ValueHeads
+from flyweight.checkpoint.gguf_made import F16, take_made
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import IntBlock, IntGroup, QuantTensor
 
@@ -110,6 +111,15 @@ class GgufShard:
                 shape = shape_elsewhere(new, stored.shape)
                 self.table |= one_by_one(new, Stored(shape, stored.type, stored.offset))
         self.made = take_made(self.table, self.family.made, config, file)
+        self.heads = ValueHeads.of(config) if self.family.tiled else None
+        self.across: dict[str, Stored] = {}  # matrices whose blocks reach across heads, as stored
+        if self.heads is not None:
+            self.across = {
+                name: stored
+                for name, stored in self.table.items()
+                if name.endswith(COLUMNS) and self.heads.value_dim % block_size(stored.type)[0]
+            }
+        self.table |= {name: Stored(one.shape, F16, -1) for name, one in self.across.items()}
         self.bytes = torch.from_file(
             str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8
         )
@@ -170,6 +180,8 @@ class GgufShard:
         """
         if name in self.made:
             return self._made_rows(name)
+        if self.heads is not None and "linear_attn." in name:
+            return self._value_rows(name, self.heads)
         stored = self.table[name]
         heads = heads_turned(self.config, name)
         if heads is not None and len(stored.shape) == 1:  # a bias: one value a row
@@ -177,6 +189,20 @@ class GgufShard:
             return turned_back(self._raw(stored).view(-1, size), heads).reshape(1, -1)
         rows = self._raw(stored)
         return rows if heads is None else turned_back(rows, heads).contiguous()
+
+    def _value_rows(self, name: str, heads: ValueHeads) -> Tensor:
+        """With value heads in Hugging Face's order."""
+        if (stored := self.across.get(name)) is not None:
+            values = self._values(stored, self._raw(stored), torch.float16)
+            return heads.columns_together(values, heads.value_dim).contiguous().view(torch.uint8)
+        stored = self.table[name]
+        inputs, size = block_size(stored.type)
+        rows = self._raw(stored)
+        if name.endswith(COLUMNS):
+            return heads.columns_together(rows, heads.value_dim // inputs * size).contiguous()
+        if len(stored.shape) == 1:  # a value a head
+            return heads.rows_together(name, rows.view(-1, size)).reshape(1, -1)
+        return heads.rows_together(name, rows)
 
     def _made_rows(self, name: str) -> Tensor:
         made = self.made[name]

@@ -42,6 +42,10 @@ GPT_4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+TEKKEN = GPT_4O.replace(_ENDING, "").replace(r"\p{N}{1,3}", r"\p{N}")  # Mistral's
 # one after the other, each within what the one before has left whole
 DEEPSEEK_2 = (
     r"[\r\n]",
@@ -86,9 +90,15 @@ WORD_PATTERNS = {
     "llama-bpe": LLAMA_3,
     "llama3": LLAMA_3,
     "llama-v3": LLAMA_3,
+    "pixtral": LLAMA_3,
+    "qwen35": WordPattern(QWEN35, compose=True),
+    "tekken": WordPattern(TEKKEN, whole_words=True, begin=True),
     "gpt-4o": WordPattern(GPT_4O),
     "glm4": WordPattern(LLAMA3),
     "chatglm-bpe": WordPattern(LLAMA3),
+    "dbrx": WordPattern(LLAMA3),
+    "smaug-bpe": WordPattern(LLAMA3),
+    "olmo": WordPattern(),
     "deepseek-llm": WordPattern(DEEPSEEK_2),
     "deepseek-v3": WordPattern(DEEPSEEK_3),
 }

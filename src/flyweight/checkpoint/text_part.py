@@ -16,7 +16,11 @@ WRAPPED: dict[str, dict[str, str]] = {
     "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
     "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-    "mistral3": {"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"},
+    "mistral3": {
+        "mistral": "MistralForCausalLM",
+        "ministral": "MinistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
 }
 SHARED = (
     "dtype",

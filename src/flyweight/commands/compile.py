@@ -118,16 +118,20 @@ def pick_gpu(arch: str | None, processors: int | None) -> tuple[Gpu, str]:
     from flyweight import gpu
     from flyweight.kernels import jit
 
-    if arch is None and torch.cuda.is_available():
+    imitated = None if arch else gpu.imitated()
+    here = torch.cuda.is_available()
+    if arch is None and here:
         found = gpu.of(torch.cuda.current_device())
+    elif imitated is not None:
+        found = imitated
     elif (arch or DEFAULT) in gpu.GPUS:
         found = gpu.GPUS[arch or DEFAULT]
     else:
         raise OptionError(unknown("architecture", str(arch), gpu.GPUS))
     if processors:
         found = dataclasses.replace(found, multi_processor_count=processors)
-    if arch is None and gpu.imitated() is not None and torch.cuda.is_available():
-        return found, jit.current_architecture()
+    if imitated is not None:
+        return found, jit.current_architecture() if here else found.virtual_architecture
     return found, found.architecture
 
 

@@ -72,19 +72,20 @@ def serve(
         typer.Option(
             min=1,
             help="Of prompts, most tokens between two steps of answers, or in one step beside "
-            "them: fewer make gaps smaller, first tokens later. Default: 4096, in turns 512; on "
-            "a CPU as many as keep gaps within three times the usual one, at most 512.",
+            "them: fewer make gaps smaller, first tokens later. Default: 512, without turns 4096; "
+            "on a CPU as many as keep gaps within three times the usual one, at most 512.",
         ),
     ] = None,
     turns: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--turns",
-            help="On a GPU: answers and prompts in steps of their own, in turns, where they share "
-            "steps otherwise: the longest gaps between tokens are a third as long, first tokens of "
-            "a burst later.",
+            "--turns/--no-turns",
+            help="On a GPU: answers and prompts in steps of their own, in turns; without, prompts "
+            "run beside answers in one step: first tokens earlier, gaps several times as "
+            "long. Default: in turns, unless tokens are guessed.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     adapter: Adapter = None,
     prefix_cache: Annotated[
         bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")
@@ -214,12 +215,12 @@ def serve(
         "native": native,
         "prompt_tokens_beside": prompt_tokens_beside,
     }
-    if turns and backend != "native":
+    if turns is not None and backend != "native":
         raise OptionError(
             f"--turns is for the native engine; {backend} has options of its own for it"
         )
-    if turns:
-        engine["turns"] = True
+    if turns is not None:
+        engine["turns"] = turns
     if offload and backend == "native":
         engine["offload"] = offload
     if speculate and backend != "native":

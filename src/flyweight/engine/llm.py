@@ -46,12 +46,11 @@ from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, Sa
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter
-from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.shared_rows import CAPACITY
-from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.speculation.speculator import speculator_of
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
 from flyweight.errors import OptionError, RequestError
@@ -113,7 +112,7 @@ class LLM:
                        first tokens later. None: 4,096, of a server in turns 512; CPU: 512, and of a
                        server fewer, by the time they take
     turns              a server's answers and prompts on a GPU in steps of their own, in turns
-                       (scheduler.py)
+                       (scheduler.py); None: where passes are captured and nobody guesses
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the
@@ -154,7 +153,7 @@ class LLM:
         native: bool | None = None,
         offload: int = 0,
         prompt_tokens_beside: int | None = None,
-        turns: bool = False,
+        turns: bool | None = None,
         kv_dtype: str | None = None,
         speculate: str | None = None,
         prompt_dtype: str | None = None,
@@ -278,6 +277,7 @@ class LLM:
         )
         self.beside = prompt_tokens_beside
         self.turns = turns
+        self.guesses = wanted.kind != "off"
         self.engine.independent_tokens = (
             self.tokenizer is not None and self.tokenizer.bytes is not None
         )
@@ -286,8 +286,7 @@ class LLM:
             assert wanted.guesses is not None
             drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
-            lengths = Measured() if wanted.guesses is None else Fixed(wanted.guesses)
-            self.engine.speculator = Speculator(drafter, lengths)
+            self.engine.speculator = speculator_of(drafter, wanted.guesses)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
         self._delivery: Delivery | None = None  # of the step that runs in that thread
@@ -295,7 +294,7 @@ class LLM:
     def pace_prompts(self) -> None:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside
         their answers are bounded by time, unless by a given number; on a GPU they take turns with
-        answers where that is asked for.
+        answers.
         """
         scheduler = self.engine.scheduler
         if self.engine.runner.passes is not None:
@@ -310,7 +309,7 @@ class LLM:
         captured = self.engine.runner.passes is not None
         if self.turns and not captured:
             raise OptionError("turns: this model's passes are not captured; leave it out")
-        return self.turns
+        return captured and self.turns is not False and not self.guesses
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
         return (

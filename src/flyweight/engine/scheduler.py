@@ -22,7 +22,8 @@ passes of up to so many tokens. A step of answers alone is captured whatever the
 pass of prompts alone is one of a few kinds, all captured before the first request (`passes.py`); a
 step of both would be of a new kind with every number of answers, and slower than the two. A reader
 sees the longest gap between two tokens: a step and a pass. One gap in hundreds may be longer: then
-all prompts that wait are read at once, up to `prompt_tokens_beside` tokens.
+all prompts that wait are read at once, up to `prompt_tokens_beside` tokens. So they are after a
+burst of requests, while nearly as many wait as answer: few would gain from short gaps, many wait.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone
 always fits.
@@ -31,6 +32,7 @@ always fits.
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -46,12 +48,16 @@ from flyweight.models.rope import long_border
 
 # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 PROMPT_LOGITS = 1024
-# steps of more take longer, since linears of more rows are other kernels: passes of prompts between
-# them are smaller by a quarter, so that gaps hardly grow
+# steps of more answers take longer, since linears of more rows are other kernels, and so do passes
+# with attention to more cached tokens: there passes are smaller by a quarter, and gaps hardly grow
 MANY_ANSWERS = 64
-# one gap in so many may be long: answers save up for passes of all the prompts that wait, as after
-# a burst of requests; well below the one in a hundred that percentiles of gaps are looked at
-GAPS_A_LONG_ONE = 400
+MANY_CACHED = 2048
+# one gap in so many may be long: answers save up for long passes of prompts, and spend what they
+# have where these are full; well below the one in a hundred that percentiles of gaps are looked at
+GAPS_A_LONG_ONE = 200
+# requests that wait, at least and for each that is answered: with more, long passes cost nothing
+BURST = 4
+BURST_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class Scheduler:
         self.pace: Pace | None = None  # a server's: bounds the share by time as well
         # a server's: answers and prompts in steps of their own, prompts in passes of so many tokens
         self.turn_tokens: int | None = None
-        self.long_gaps = 0.0  # that answers have saved up
+        self.long_gaps = max_num_seqs / 2  # that answers may still see
         self.prompts_next = False  # whose turn it is
         # of blocks, in the last step that answers had a part in: then nobody new may come in
         self.short = False
@@ -215,25 +221,23 @@ class Scheduler:
         return works
 
     def _pass_tokens(self, most: int) -> int:
-        """Of prompts: usually as many as hardly hold up answers, and all that wait where these have
-        saved enough gaps.
+        """Of prompts: usually as many as hardly hold up answers; a long pass after a burst, and
+        where answers have saved enough gaps for one that is full.
         """
-        answers = sum(request.missing == 1 for request in self.running)
-        if answers > MANY_ANSWERS:
+        reading = [request for request in self.running if request.missing > 1]
+        coming = list(itertools.islice(self.waiting, self.max_num_seqs - len(self.running)))
+        answers = len(self.running) - len(reading)
+        if answers > MANY_ANSWERS or any(request.computed > MANY_CACHED for request in reading):
             most = 3 * most // 4
-        if self.long_gaps < answers or self._waiting_tokens(2 * most) < 2 * most:
-            return most
-        self.long_gaps -= answers
-        return max(most, self.prompt_tokens_beside)
-
-    def _waiting_tokens(self, enough: int) -> int:
-        """Of prompts; counted as far as `enough`."""
-        found = sum(request.missing for request in self.running if request.missing > 1)
-        for request in self.waiting:
-            if found >= enough:
-                break
-            found += len(request.tokens)
-        return found
+        long = max(most, self.prompt_tokens_beside)
+        unread = reading + coming
+        tokens = sum(request.missing for request in unread)
+        if tokens >= 4 * most and len(unread) >= max(BURST, BURST_SHARE * answers):
+            return long
+        if tokens >= long and self.long_gaps >= answers:
+            self.long_gaps -= answers
+            return long
+        return most
 
     def _fill(
         self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True

@@ -195,10 +195,13 @@ class ModelConfig:
     @property
     def context_length(self) -> int:
         """The longest sequence rope is made for: scaling by a factor stretches what the config
-        states unscaled.
+        states unscaled. Where queries grow from some position on, sequences end before it.
         """
-        if self.rope.kind in ("linear", "dynamic"):
+        # Gemma 3, whose layers with a window have a rope of their own, states what it has stretched
+        if self.rope.kind in ("linear", "dynamic") and self.local_rope is None:
             return int(self.max_positions * self.rope["factor"])
+        if self.rope.get(values.GROWING):
+            return int(self.rope["original_max_position_embeddings"])
         if self.rope.kind == "yarn":
             return max(
                 self.max_positions,

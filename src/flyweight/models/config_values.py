@@ -14,6 +14,9 @@ from flyweight.models.plan import RopeConfig
 
 Data = Mapping[str, Any]
 
+# Queries grow with their position, from original_max_position_embeddings on: up to there they do
+# not, and so long may a sequence be (`ModelConfig.context_length`).
+GROWING = "llama_4_scaling_beta"
 # The keys of each kind of rope scaling: (needed, optional).
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
@@ -33,6 +36,7 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
             "mscale",
             "mscale_all_dim",
             "truncate",
+            GROWING,
         },
     ),
     "longrope": (
@@ -139,10 +143,10 @@ def read_rope(data: Data, head_dim: int, max_positions: int) -> RopeConfig:
         raise UnsupportedError(
             f"config.json: rope scaling {kind!r} is not supported; known: {', '.join(ROPE_KEYS)}"
         )
-    if scaling.get("llama_4_scaling_beta"):
+    if scaling.get(GROWING) and kind != "yarn":
         raise UnsupportedError(
-            "config.json: 'llama_4_scaling_beta' (queries that grow with their position) is not "
-            "supported"
+            f"config.json: {GROWING!r} (queries that grow with their position) is not supported "
+            f"with rope scaling {kind!r}"
         )
     kept = kept_scaling(data, kind, scaling, rotary_dim=rotary_dim, max_positions=max_positions)
     return RopeConfig(theta, rotary_dim, kind, tuple(sorted(kept.items())))

@@ -365,6 +365,18 @@ class ModelPlan:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
 
+    @property
+    def routers(self) -> list[str]:
+        """Prefixes of routers and shared experts' gates: linears to other engines, and never
+        quantized.
+        """
+        found = []
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertsPlan):
+                names = (layer.mlp.router.weight, layer.mlp.shared_gate)
+                found += [layer.prefix + name for name in names if name is not None]
+        return [name.removesuffix(".weight") for name in found]
+
     def shape_logits(self, logits: Any) -> Any:
         """The scale and soft-cap of a tensor of logits, if there are any."""
         if self.logit_scale != 1:

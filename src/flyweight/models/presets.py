@@ -133,6 +133,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3 | sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
     "qwen3-4b": QWEN3 | sizes(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
     "qwen3-8b": QWEN3 | sizes(4096, 12288, 36, 32, 8),
+    # for 131,072 tokens
+    "qwen3-8b-yarn": QWEN3 | YARN | sizes(4096, 12288, 36, 32, 8),
     "qwen3-14b": QWEN3 | sizes(5120, 17408, 40, 40, 8),
     "qwen3-32b": QWEN3 | sizes(5120, 25600, 64, 64, 8),
     "llama-3.1-8b": LLAMA31 | sizes(4096, 14336, 32, 32, 8),

@@ -80,7 +80,6 @@ MISSING = {
     "deepseek_v32": ("deepseek_v3", "sparse attention and its indexer"),
     "deepseek_v4": ("deepseek_v3", "compressed attention of several kinds"),
     "kimi_linear": ("deepseek_v3", "linear attention layers"),
-    "ministral3": ("mistral", "queries that grow with their position"),
     "mistral4": ("deepseek_v3", "queries that grow with their position"),
     "gemma": ("gemma2", "its layers of two norms"),
     "gemma3n": ("gemma3_text", "alternating updates and per-layer embeddings"),
@@ -104,7 +103,7 @@ def unknown_architecture(data: Mapping[str, Any], known: Collection[str]) -> str
     name = data.get("model_type")
     near, reason = MISSING.get(str(name), (None, ""))
     if near is None:
-        near = next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)), None)
+        near = next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)), None)
     missing = f" ({reason} are missing)" if reason else ""
     nearest = f"; the nearest that is: {near}" if near in known else ""
     return (

@@ -15,7 +15,6 @@ from flyweight.checkpoint.formats import Format
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
 from flyweight.models.config import ModelConfig
 from flyweight.models.narrow_head import AS_STORED, SERVED
-from flyweight.models.plan import ExpertsPlan
 from flyweight.models.standard import plan_of
 from flyweight.quant.calibrate import block_name, tuned_name
 from flyweight.quant.recipe import Recipe
@@ -48,7 +47,8 @@ class Assembly:
     ) -> None:
         layers = layer_tensors(self.finished)
         quantized = {name: tensor for name, tensor in layers.items() if tensor.kind != "plain"}
-        plain = [name for name in [*layers, *self.routers(), "lm_head"] if name not in quantized]
+        routers = plan_of(self.config).routers
+        plain = [name for name in [*layers, *routers, "lm_head"] if name not in quantized]
         config = dict(self.source.config)
         config["quantization_config"] = form.config(quantized, ignore=dict.fromkeys(plain))
         if "lm_head" in quantized:
@@ -107,12 +107,3 @@ class Assembly:
         if self.recipe.embeddings == "keep":
             return tensor
         return tensor.to(getattr(torch, self.recipe.embeddings))
-
-    def routers(self) -> list[str]:
-        """Linears to other engines, and never quantized."""
-        found = []
-        for layer in plan_of(self.config).layers:
-            if isinstance(layer.mlp, ExpertsPlan):
-                names = (layer.mlp.router.weight, layer.mlp.shared_gate)
-                found += [layer.prefix + name for name in names if name is not None]
-        return [name.removesuffix(".weight") for name in found]

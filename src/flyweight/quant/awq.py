@@ -162,7 +162,7 @@ def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: i
     for group in range(scales.shape[1]):
         columns = slice(group * start.group_size, (group + 1) * start.group_size)
         own = hessian[columns, columns]
-        pull = torch.zeros(1)  # of the other groups
+        pull = error.new_zeros(1)  # of the other groups
         if scales.shape[1] > 1:
             pull = error @ hessian[:, columns] - error[:, columns] @ own
 

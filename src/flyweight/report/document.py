@@ -104,7 +104,8 @@ def latency(view: View) -> list[Block]:
         best = rank(part, metric)
         heading = configuration(view, part[0], several=several)
         blocks += [heading, *summary(view, best, metric=metric)]
-        rankings += [Heading(heading.text, level=3), ranking(best, metric, named=not view.seed)]
+        placed = rank(share_places(best, metric), metric) if view.seed else best
+        rankings += [Heading(heading.text, level=3), ranking(placed, metric, named=not view.seed)]
     if not blocks:
         return []
     by = "by Output Throughput" if view.seed else "each workload by the metric it is about"
@@ -167,6 +168,26 @@ def rank(records: Sequence[Record], metric: str) -> list[Record]:
     return sorted(
         records, key=lambda one: one.get(metric) or 0.0, reverse=layouts.METRICS[metric][2]
     )
+
+
+def share_places(records: Sequence[Record], metric: str) -> list[Record]:
+    """Variants that are the same at run time as one, with the mean of their figures: random weights
+    in one format and of one size differ by the name of the method that would have made them.
+    """
+
+    def same(record: Record) -> tuple[Any, ...]:
+        weights = str(record.get("checkpoint") or "")
+        if not weights.startswith("random:") or record.get(metric) is None:
+            return (record["place"],)
+        kind = performance.kind_of(record), weights, record["backend"]
+        return *kind, record.get("bits_per_weight"), record.get("size_gb")
+
+    placed = []
+    for alike in split(records, same).values():
+        mean = sum(one.get(metric) or 0.0 for one in alike) / len(alike)
+        names = "** = **".join(sorted(one["place"] for one in alike))
+        placed.append(alike[0] | {"place": names, metric: mean} if len(alike) > 1 else alike[0])
+    return placed
 
 
 def ranking(best: Sequence[Record], metric: str, *, named: bool) -> Items:

@@ -7,6 +7,7 @@ have no word for is refused by name rather than dropped. `OPTIONS` is the whole 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -136,10 +137,8 @@ def hand_over(backend: str, model: str, *, context: typer.Context, **options: An
         raise MissingPackageError(
             f"--backend {backend} needs it installed beside flyweight: pip install {backend}"
         )
-    if backend == "vllm":
-        from flyweight.plugins.vllm.state import state
-
-        typer.echo(f"Flyweight's kernels and formats: {state().text}", err=True)
+    plug_in = importlib.import_module(f"flyweight.plugins.{backend}.state")
+    typer.echo(f"Flyweight's kernels and formats: {plug_in.state().text}", err=True)
     os.execve(sys.executable, [sys.executable, *argv], os.environ | environment)
 
 

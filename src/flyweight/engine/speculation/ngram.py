@@ -7,8 +7,8 @@ of the same cache salt were answered. Each text is indexed by its runs of GRAM t
 dictionary entry a token; of the latest places where the last GRAM tokens stood, that with the
 longest common past is continued. Nothing is found: nothing is spent but a lookup.
 
-A request has to show a longer common past before its first guess, and after wrong ones: three
-tokens that stood somewhere before are nothing special in a long answer.
+A request whose guesses were wrong has to show a longer common past before the next ones: two tokens
+that stood somewhere before are nothing special in a long answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from flyweight.engine.request import Request
 
-GRAM = 3  # tokens that must agree, at least
-FIRST = 5  # and before anything was right
+GRAM = 2  # tokens that must agree, at least
+EARLIER = 5  # with answers to others, of which there are many
 LONGEST = 12  # and at most: a request that failed often asks for so many
 CANDIDATES = 8  # places that are compared
 PAST = 24  # tokens that are compared there
@@ -97,14 +97,16 @@ class TokenIndex:
 class Reader:
     """A request's own text, and how much must agree before it guesses."""
 
+    needed: int
     index: TokenIndex = field(default_factory=TokenIndex)
-    needed: int = FIRST
 
 
 class NgramDrafter:
     guesses_ahead = True  # a token in flight is one that must be guessed too
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = GRAM):
+        """`least`: tokens that must agree before a guess, if none was wrong lately."""
+        self.least = least
         self.readers: dict[int, Reader] = {}
         self.answers: OrderedDict[bytes, TokenIndex] = OrderedDict()  # earlier ones, by salt
 
@@ -124,20 +126,21 @@ class NgramDrafter:
     def _guess(self, request: Request, count: int) -> list[int]:
         reader = self.readers.get(request.number)
         if reader is None:
-            reader = self.readers[request.number] = Reader()
+            reader = self.readers[request.number] = Reader(self.least)
         index, tokens = reader.index, request.tokens
         index.extend(tokens[len(index.tokens) :])
         if (place := index.match(tokens, reader.needed, own=True)) is not None:
             return index.after(place, count, own=True)
         earlier = None if request.salt is None else self.answers.get(request.salt)
-        if earlier is None or (place := earlier.match(tokens, reader.needed, own=False)) is None:
+        needed = max(EARLIER, reader.needed)
+        if earlier is None or (place := earlier.match(tokens, needed, own=False)) is None:
             return []
         return earlier.after(place, count, own=False)
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         """A right guess makes it easier to guess again, a wrong one harder."""
         if (reader := self.readers.get(request.number)) is not None:
-            reader.needed = GRAM if accepted else min(LONGEST, reader.needed + 1)
+            reader.needed = self.least if accepted else min(LONGEST, reader.needed + 1)
 
     def forget(self, request: Request) -> None:
         """Its answer may be of use to those who come."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import LateDrafts
-from flyweight.kernels.accept import last_rows
 from flyweight.kernels.attention.decode import CHUNK
+from flyweight.kernels.guesses import GuessedRows, SequenceRows, handover
 from flyweight.transfer import Stage, StagedColumns
 
 CAPACITY = 64
@@ -52,8 +52,11 @@ class SharedRows:
         views = self._columns.views
         self.tokens, self.lengths, self.before = views[TOKENS], views[LENGTHS], views[BEFORE]
         self.at, self.sampled, self.first = views[AT], views[SAMPLED], views[FIRST]
-        self._unread, self._unread_at = views[UNREAD], views[UNREAD_AT]
-        self._guesses = views[GUESSES]
+        unread = (views[UNREAD], views[UNREAD_AT])
+        guessed = GuessedRows(
+            self.tokens, self.lengths, views[GUESSES], self.at, self.first, *unread
+        )
+        self._handover = handover(guessed, SequenceRows(rows.tokens, rows.lengths))
         # of the latest step, where each had one known token and guesses that the host knows; else 0
         self._sequences = 0
         # the rows whose tables were copied, and how many times each,
@@ -130,8 +133,7 @@ class SharedRows:
         self._columns.send(stage)
         self._sequences = 0 if late or any(work.known > 1 for work in works) else len(works)
         if unread:
-            values = self.rows.tokens.index_select(0, self._unread_at[: len(unread)])
-            self.tokens.index_copy_(0, self._unread[: len(unread)], values)
+            self._handover.take(len(unread))
         for begin, drafts in late:
             drafts.put(self.tokens[begin : begin + len(drafts)])
         at = [(row, count) for row, count, _ in layout]
@@ -149,10 +151,7 @@ class SharedRows:
         if not self._sequences:
             return
         rows = self.rows
-        last = last_rows(chosen, self._guesses[: len(chosen)], self.first[: self._sequences])
-        at = self.at.index_select(0, last)
-        rows.tokens.index_copy_(0, at, chosen.index_select(0, last))
-        rows.lengths.index_copy_(0, at, self.lengths.index_select(0, last) + 1)
+        self._handover.go_on(chosen, self._sequences)
         settled = self._of[: self._sequences]
         rows.behind.difference_update(rows.requests[row].number for row, _ in settled)
 

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from flyweight.engine.request import Request, State
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
-from flyweight.engine.speculation.lengths import Lengths, StepTimes
+from flyweight.engine.speculation.lengths import (
+    MOST_GUESSES,
+    Fixed,
+    Lengths,
+    Measured,
+    StepTimes,
+)
+from flyweight.engine.speculation.lookup import LookupFirst
+from flyweight.engine.speculation.ngram import NgramDrafter
 
 
 class Speculator:
@@ -110,6 +118,17 @@ class Speculator:
     def forget(self, request: Request) -> None:
         self.lengths.forget(request)
         self.drafter.forget(request)
+
+
+def speculator_of(drafter: Drafter, guesses: int | None) -> Speculator:
+    """With so many guesses in a step; None: as many as pay. Guesses of a model or a head are made
+    where earlier text has none.
+    """
+    if guesses is None:
+        return Speculator(drafter, Measured())
+    if isinstance(drafter, NgramDrafter):
+        return Speculator(drafter, Fixed(guesses))
+    return Speculator(LookupFirst(drafter, guesses), Fixed(max(guesses, MOST_GUESSES)))
 
 
 def may_guess(request: Request) -> bool:

@@ -61,15 +61,38 @@ def takes_last(query: Tensor) -> bool:
 
 def attend_last(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Causal attention of the last tokens of one sequence, [heads, tokens, …] each; values may be
-    narrower than keys. Flash attention takes equal widths alone, so values are
-    filled up with zeros: torch's other ways are slower by more than these cost.
+    narrower than keys. cuDNN takes whole prompts as they are, where it takes them. Flash attention
+    takes equal widths alone, so values are filled up with zeros: torch's other ways are slower by
+    more than these cost.
     """
     width = values.shape[-1]
+    whole = query.shape[1] == keys.shape[1] and query.shape[1] % CUDNN_MULTIPLE == 0
+    if whole and (out := _attend_by_cudnn(query, keys, values, scale)) is not None:
+        return out
     filled = F.pad(values, (0, keys.shape[-1] - width))
     out = torch.ops.aten._scaled_dot_product_flash_attention(
         query[None], keys[None], filled[None], 0.0, True, False, scale=scale
     )[0]
     return out[0, ..., :width]
+
+
+_not_by_cudnn: set[tuple[torch.dtype, int, int]] = set()
+
+
+def _attend_by_cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
+    """None where it does not know such heads, on this GPU or in this version."""
+    kind = (query.dtype, keys.shape[-1], values.shape[-1])
+    if kind in _not_by_cudnn:
+        return None
+    try:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query[None], keys[None], values[None], None, False, 0.0, True, False, scale=scale
+        )[0][0]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        _not_by_cudnn.add(kind)
+        return None
 
 
 def _attend_unequal(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:

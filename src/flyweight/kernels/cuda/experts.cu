@@ -13,28 +13,28 @@
 // Waiting for it is safe: route's CTAs have all begun before any of this kernel may.
 // Limit: bytes of the weights in use / bandwidth.
 //
-// defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES
+// CHOOSES (one token): route.cu has left logits alone, and every CTA chooses for itself. A word takes a microsecond from one SM to
+// another; so there is one such way, from the router to here, where a counter, the last CTA's choice and the list of it are three.
+//
+// defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES, CHOOSES (0), with it JOINED and those of choose.cuh
 #include "gemv.cuh"
 #include "patience.cuh"
+#include "words.cuh"
+#ifndef CHOOSES
+#define CHOOSES 0
+#endif
+#if CHOOSES
+#include "choose.cuh"
+constexpr int CHOICES = CHOSEN + JOINED;
+static_assert(ROWS == 1 && !PER_SLOT, "one token");
+#endif
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 static_assert(NDIM % 16 == 0, "no tile belongs to two experts");
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 2)
-experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
-        u16* Y, const int* expert_of, const int* slots, float epsilon LAUNCH_ARGUMENTS) {
-  extern __shared__ __align__(128) u8 raw[];
-  BEGIN_LAUNCH;
-  LinearShared& sh = *(LinearShared*)raw;
+// The products of `used` slots; `expert_of` lies in shared or in global memory.
+DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, const int* expert_of) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  begin_linear(sh);
-  __shared__ int found;
-  if (threadIdx.x == 0) {  // alone: others would keep memory from those who find it out
-    Patience patience;
-    while (!(found = load_acquire(slots))) patience.poll();
-  }
-  __syncthreads();
-  const int used = found;
   const int tiles = used * TILES;
   const int ctas = gridDim.x, index = blockIdx.x, fewest = ctas / used;  // of a slot
   int first = (int)((long long)index * tiles / ctas), count = (int)((long long)(index + 1) * tiles / ctas) - first;
@@ -47,7 +47,6 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
     const int slot = min((first + i) / TILES, used - 1), tile = (first + i) % TILES;
     return Tile{expert_of[slot] * TILES + tile, tile, slot * ROWS};
   };
-  Linear a = {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon};
   const Slice whole = slice_at(0);
 #if OWN_COPIES
   OwnRing<decltype(tile_at)> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
@@ -73,3 +72,59 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   }
   end_launch(THREADS);
 }
+
+#if !CHOOSES
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 2)
+experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
+        u16* Y, const int* expert_of, const int* slots, float epsilon LAUNCH_ARGUMENTS) {
+  extern __shared__ __align__(128) u8 raw[];
+  BEGIN_LAUNCH;
+  LinearShared& sh = *(LinearShared*)raw;
+  begin_linear(sh);
+  __shared__ int found;
+  if (threadIdx.x == 0) {  // alone: others would keep memory from those who find it out
+    Patience patience;
+    while (!(found = load_acquire(slots))) patience.poll();
+  }
+  __syncthreads();
+  multiply_slots(sh, {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon}, X, found, expert_of);
+}
+#else
+// logits [EXPERTS + GATE] and choices [2 · CHOICES] (experts, then shares) are words that are their own flags: all ones before and after,
+// which experts_sum.cu sees to.
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 2)
+experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
+        u16* Y, const float* logits, float* choices, const float* router_bias, float scale, float epsilon LAUNCH_ARGUMENTS) {
+  extern __shared__ __align__(128) u8 raw[];
+  BEGIN_LAUNCH;
+  LinearShared& sh = *(LinearShared*)raw;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __shared__ int chosen[CHOICES];
+  __shared__ float shares[CHOICES];
+  begin_linear(sh);
+  if (warp < WARPS) {
+    auto read = [&](const int (&expert)[OF_LANE], float (&logit)[OF_LANE]) {
+      await_words(logits, expert, logit);
+    };
+    choose_by_warps(read, router_bias, scale, chosen, shares, warp, lane);
+    if (JOINED && threadIdx.x == 0) chosen[CHOSEN] = EXPERTS;
+  }
+  __syncthreads();
+  if (blockIdx.x == 0 && warp == 0) {  // for experts_sum.cu
+    if (JOINED && GATE && lane == CHOSEN) {
+      const int at[1] = {EXPERTS};
+      float gate[1];
+      await_words(logits, at, gate);
+      shares[CHOSEN] = sigmoid(gate[0]);
+    } else if (JOINED && lane == CHOSEN) {
+      shares[CHOSEN] = 1.f;
+    }
+    __syncwarp();
+    if (lane < CHOICES) {
+      store_relaxed(choices + lane, __int_as_float(chosen[lane]));
+      store_relaxed(choices + CHOICES + lane, shares[lane]);
+    }
+  }
+  multiply_slots(sh, {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon}, X, CHOICES, chosen);
+}
+#endif

@@ -4,6 +4,9 @@
 #ifndef NATURAL_ORDER
 #define NATURAL_ORDER 0  // four codes come as 0, 1 and 2, 3, as x lies in memory; or as 0, 2 and 1, 3, an instruction less
 #endif
+#ifndef LATE_SCALE
+#define LATE_SCALE 0  // codes become integers less the zero point alone, and sums of a group are scaled
+#endif
 
 // Codes in the low byte of each half (4 or 8 bits) → (code − zero) · scale. An integer set into the mantissa of a power
 // of two is that power plus the integer, exactly; a bf16 mantissa has 7 bits, so bit 7 of a code goes in by itself, and takes
@@ -43,13 +46,14 @@ DEVICE Scale read_scale(u32 record) {
   const u32 low = FORMAT == INT8 && !FP16 ? (u32)min((int)zero, 128) : zero;
   return {SCALE_FP16 == FP16 ? twice(record) : pack2(scale, scale), twice(low) | POWER | SIGN, twice(zero - low) | POWER | SIGN};
 }
+DEVICE u32 scaled(u32 integers, Scale s) { return LATE_SCALE ? integers : mul2(integers, s.scale); }
 DEVICE u32 decode(u32 codes, Scale s) {
-  if (FORMAT == INT4) return mul2(add2(and_or(codes, 0x000f000f, POWER), s.offset), s.scale);
-  if (FP16) return mul2(add2(and_or(codes, 0x00ff00ff, POWER), s.offset), s.scale);
+  if (FORMAT == INT4) return scaled(add2(and_or(codes, 0x000f000f, POWER), s.offset), s);
+  if (FP16) return scaled(add2(and_or(codes, 0x00ff00ff, POWER), s.offset), s);
   const u32 low = and_or(codes, 0x007f007f, POWER);
   // zero is 128: the lower 7 bits are 128 more than they should be, and 256 less 128 where bit 7 is set comes off
-  if (SYMMETRIC) return mul2(add2(low, and_xor(codes, 0x00800080, 0xc380c380)), s.scale);
-  return mul2(add2(add2(low, s.offset), add2(and_or(codes, 0x00800080, POWER), s.high)), s.scale);
+  if (SYMMETRIC) return scaled(add2(low, and_xor(codes, 0x00800080, 0xc380c380)), s);
+  return scaled(add2(add2(low, s.offset), add2(and_or(codes, 0x00800080, POWER), s.high)), s);
 }
 #endif
 
@@ -112,6 +116,15 @@ struct Block {
       for (int row = 0; row < 2; row++) {
         const u32 mine = !SPARSE && NIBBLES && half ? codes[row] >> 4 : codes[row];
         constexpr bool ordered = SPARSE || NATURAL_ORDER;
+#if FORMAT == INT4
+        if (NATURAL_ORDER && !SPARSE) {  // one mask for four codes, which then meet the power's upper bytes
+          const u32 four = mine & 0x0f0f0f0f;
+          const Scale s = scale[half][row];
+          a[row] = scaled(add2(__byte_perm(four, POWER, 0x5150), s.offset), s);
+          a[2 + row] = scaled(add2(__byte_perm(four, POWER, 0x5352), s.offset), s);
+          continue;
+        }
+#endif
         a[row] = decode(ordered ? __byte_perm(mine, 0, 0x4140) : mine, scale[half][row]);
         a[2 + row] = decode(ordered ? __byte_perm(mine, 0, 0x4342) : mine >> 8, scale[half][row]);
       }

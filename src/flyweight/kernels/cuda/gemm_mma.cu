@@ -37,6 +37,7 @@
 #define CLUSTER 1
 #define UNITS_BY_PARTS 1
 #define NATURAL_ORDER (X_ROWS && GROUPED && FORMAT != BIT_PLANES)
+#define LATE_SCALE ((FORMAT == INT4 || FORMAT == INT8) && !SPARSE && GROUP % 128 == 0 && PER_WARP * COLUMNS <= 4)
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -83,69 +84,109 @@ struct Source {
   const u8* x;
   int rows, x_tiles;
 };
-// COUNT pieces of 16 bytes, PIECES of them from each tile; tiles lie `stride` bytes apart. Where they come out even each thread has one
-// address and fixed distances from it.
-template <int COUNT, int PIECES> DEVICE void copy_tiles(u32 to, const u8* from, int first, int last, int stride) {
-  if constexpr (TILES % MT == 0 && THREADS % PIECES == 0 && COUNT % THREADS == 0) {
-    const u8* mine = from + (size_t)(first + threadIdx.x / PIECES) * stride + threadIdx.x % PIECES * 16;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += THREADS) copy16(to + i * 16 + threadIdx.x * 16, mine + (size_t)(i / PIECES) * stride);
-  } else {
-#pragma unroll
-    for (int i = threadIdx.x; i < COUNT; i += THREADS)
-      copy16(to + i * 16, from + (size_t)min(first + i / PIECES, last) * stride + i % PIECES * 16);
-  }
-}
-DEVICE void fetch_weights(u32 to, const Source& a, const Segment& s, int stage) {
-  constexpr int pieces = SB * BLOCK_BYTES / 16, record_pieces = STAGE_GROUPS * GROUP_BYTES / 16;
-  const int first = s.expert * TILES + s.m * MT, last = s.expert * TILES + TILES - 1;
-  copy_tiles<MT * pieces, pieces>(to, a.weights + (size_t)stage * (SB * BLOCK_BYTES), first, last, BLOCKS * BLOCK_BYTES);
-#if FORMAT == INT4 || FORMAT == INT8 || FORMAT == MXFP4 || FORMAT == FP8_BLOCKS || FORMAT == BIT_PLANES
-  const u8* records = (const u8*)a.records + first_group(stage) * GROUP_BYTES;
-  copy_tiles<MT * record_pieces, record_pieces>(to + WEIGHT_BYTES, records, first, last, GROUPS * GROUP_BYTES);
-#endif
-}
-DEVICE void fetch_x(u32 to, const Source& a, const Segment& s, int stage) {
-#if X_ROWS
-  const int lane = threadIdx.x % 32;
-  const u16* x = (const u16*)a.x + stage * SB * 64;
-#pragma unroll
-  for (int i = threadIdx.x / 32; i < TOKENS / 8 * 2 * SB; i += WARPS) {  // 8 tokens × 32 inputs
-    const int row = s.n * TOKENS + i / (2 * SB) * 8 + lane / 4, input = i % (2 * SB) * 32 + lane % 4 * 8;
-    const bool exists = row < a.rows && (KDIM % 64 == 0 || stage * SB * 64 + input < KDIM);
-    copy16_or_zeros(to + X_AT + i * 512 + lane * 16, exists ? x + (size_t)row * KDIM + input : x, exists);
-  }
-#else
-  const u8* x = a.x + ((size_t)stage * a.x_tiles + s.n) * X_BYTES;
-#pragma unroll
-  for (int i = threadIdx.x; i < X_BYTES / 16; i += THREADS) copy16(to + X_AT + i * 16, x + i * 16);
-#endif
-}
+constexpr int WEIGHT_PIECES = SB * BLOCK_BYTES / 16, RECORD_PIECES = STAGE_GROUPS * GROUP_BYTES / 16;  // of 16 bytes, of a tile
+constexpr bool RECORDS_COUNT = GROUPED && !RAGGED && SB * 64 % GROUP == 0;  // each stage has groups of its own
 
-// Which stage is copied next: runs through the same segments as the products, ahead of them.
+// COUNT pieces of 16 bytes, PIECES of them from each tile; tiles lie STRIDE bytes apart. Where they come out even each thread has one
+// address (`mine`, of its first piece) and fixed distances from it.
+template <int COUNT, int PIECES, int STRIDE> struct Tiles {
+  static constexpr bool FEW = COUNT <= THREADS, EVEN = TILES % MT == 0 && THREADS % PIECES == 0 && (FEW || COUNT % THREADS == 0);
+  const u8* mine;
+  DEVICE void begin(const u8* from, int first) {
+    mine = EVEN ? from + (size_t)(first + threadIdx.x / PIECES) * STRIDE + threadIdx.x % PIECES * 16 : from;
+  }
+  DEVICE void copy(u32 to, int first, int last) const {
+    if constexpr (EVEN) {
+      if (!FEW || threadIdx.x < COUNT) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += THREADS) copy16(to + i * 16 + threadIdx.x * 16, mine + (size_t)(i / PIECES) * STRIDE);
+      }
+    } else {
+#pragma unroll
+      for (int i = threadIdx.x; i < COUNT; i += THREADS)
+        copy16(to + i * 16, mine + (size_t)min(first + i / PIECES, last) * STRIDE + i % PIECES * 16);
+    }
+  }
+};
+// x as rows: a warp's copy is of 4 tokens × 64 inputs, whole lines of memory, to the places that load_x takes them from.
+constexpr int X_COPIES = TOKENS / 4 * SB;
+constexpr bool X_EVEN = X_COPIES % WARPS == 0 && WARPS % (2 * SB) == 0 && KDIM % 64 == 0;
+DEVICE u32 place_of(int i, int lane) { return (i / (2 * SB) * SB + i / 2 % SB) * 1024 + lane / 4 % 2 * 512 + (i % 2 * 4 + lane / 8) * 64 + lane % 4 * 16; }
+DEVICE int row_of(int i, int lane) { return i / (2 * SB) * 8 + i % 2 * 4 + lane / 8; }
+DEVICE int input_of(int i, int lane) { return i / 2 % SB * 64 + lane % 8 * 8; }
+
+// Which stage is copied next: runs through the same segments as the products, ahead of them. Addresses are counted up.
 struct Ahead {
   Segment s = {};
   int unit, stage = 0, n_tiles;
   const int* expert_of;
+  Tiles<MT * WEIGHT_PIECES, WEIGHT_PIECES, BLOCKS * BLOCK_BYTES> weights;
+  Tiles<MT * (GROUPED ? RECORD_PIECES : 1), GROUPED ? RECORD_PIECES : 1, GROUPS * GROUP_BYTES> records;
+  const u16* x;
   DEVICE Ahead(int tiles, const int* experts) : unit(first_unit(tiles)), n_tiles(tiles), expert_of(experts) {}
+  DEVICE int first() const { return s.expert * TILES + s.m * MT; }
+  DEVICE void begin_records(const Source& a) { records.begin((const u8*)a.records + first_group(stage) * GROUP_BYTES, first()); }
+  template <bool WEIGHTS, bool X> DEVICE void begin(const Source& a) {
+    stage = s.begin;
+    if (WEIGHTS) weights.begin(a.weights + (size_t)stage * (SB * BLOCK_BYTES), first());
+    if (WEIGHTS && GROUPED) begin_records(a);
+    if (X && X_ROWS && X_EVEN) {
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      x = (const u16*)a.x + (size_t)(s.n * TOKENS + row_of(warp, lane)) * KDIM + stage * SB * 64 + input_of(warp, lane);
+    }
+  }
+  DEVICE void fetch_weights(u32 to, const Source& a) {
+    const int last = s.expert * TILES + TILES - 1;
+    weights.copy(to, first(), last);
+    weights.mine += SB * BLOCK_BYTES;
+    if constexpr (GROUPED) {
+      if (!RECORDS_COUNT) begin_records(a);
+      records.copy(to + WEIGHT_BYTES, first(), last);
+      records.mine += STAGE_GROUPS * GROUP_BYTES;
+    }
+  }
+  DEVICE void fetch_x(u32 to, const Source& a) {
+    to += X_AT;
+#if X_ROWS
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (X_EVEN && (s.n + 1) * TOKENS <= a.rows) {
+#pragma unroll
+      for (int i = 0; i < X_COPIES; i += WARPS) copy16(to + place_of(warp, lane) + i / (2 * SB) * (SB * 1024), x + (size_t)(i / (2 * SB) * 8) * KDIM);
+    } else {
+      const u16* from = (const u16*)a.x + stage * SB * 64;
+#pragma unroll
+      for (int i = warp; i < X_COPIES; i += WARPS) {
+        const int row = s.n * TOKENS + row_of(i, lane), input = input_of(i, lane);
+        const bool exists = row < a.rows && (KDIM % 64 == 0 || stage * SB * 64 + input < KDIM);
+        copy16_or_zeros(to + place_of(i, lane), exists ? from + (size_t)row * KDIM + input : from, exists);
+      }
+    }
+    if (X_EVEN) x += SB * 64;
+#else
+    const u8* from = a.x + ((size_t)stage * a.x_tiles + s.n) * X_BYTES;
+#pragma unroll
+    for (int i = threadIdx.x; i < X_BYTES / 16; i += THREADS) copy16(to + i * 16, from + i * 16);
+#endif
+  }
   template <bool WEIGHTS, bool X> DEVICE void fetch(u32 to, const Source& a) {
-    if (stage >= s.end && next_segment(s, unit, n_tiles, expert_of)) stage = s.begin;
+    if (stage >= s.end && next_segment(s, unit, n_tiles, expert_of)) begin<WEIGHTS, X>(a);
     if (stage < s.end) {
-      if (WEIGHTS) fetch_weights(to, a, s, stage);
-      if (X) fetch_x(to, a, s, stage);
+      if (WEIGHTS) fetch_weights(to, a);
+      if (X) fetch_x(to, a);
       stage++;
     }
   }
   // The first STAGES - 1 stages. Weights do not depend on the kernel before this one, and so come while it runs; with them the first
   // stage's x is one group of copies.
   DEVICE static Ahead fill(u32 ring, const Source& a, int tiles, const int* experts) {
-    Ahead weights(tiles, experts), x(tiles, experts);
+    Ahead early(tiles, experts), late(tiles, experts);
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; i++) weights.fetch<true, false>(ring + i * STAGE_BYTES, a);
+    for (int i = 0; i < STAGES - 1; i++) early.fetch<true, false>(ring + i * STAGE_BYTES, a);
     if (!EXPERTS) wait_for_inputs();
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; i++) x.fetch<false, true>(ring + i * STAGE_BYTES, a), copy_group();
-    return x;
+    for (int i = 0; i < STAGES - 1; i++) late.fetch<false, true>(ring + i * STAGE_BYTES, a), copy_group();
+    late.weights = early.weights, late.records = early.records;
+    return late;
   }
 };
 
@@ -183,22 +224,23 @@ DEVICE void load_columns(uint4 (&x)[COLUMNS], const u8* chunk, int lane) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; n++) x[n] = load_x(chunk + n * 8 * X_ROW, lane);
 }
+constexpr int RUN = LATE_SCALE && SB > 2 ? 2 * CHUNKS : SB * CHUNKS;  // chunks whose sums are of one group, or of a stage
+DEVICE const Record* records_of(const u8* slot, int tile) { return (const Record*)(slot + WEIGHT_BYTES) + tile * STAGE_GROUPS * RECORD_LENGTH; }
 // A stage of a warp: `first` is its first tile, `x` its first column's. Codes of a tile are taken apart between the products of the one
 // before it, so that the matrix units have work meanwhile; x of a chunk stays in registers for all tiles, and comes a chunk ahead
-// where there is room.
-DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, int first, int lane) {
-  constexpr int SETS = COLUMNS <= 8 ? 2 : 1;
+// where there is room. With few columns scales meet the sums of a group: those are fewer than its weights (LATE_SCALE).
+DEVICE void multiply_chunks(Sums& sums, const u8* slot, const u8* x, int stage, int begin, int first, int lane) {
+  constexpr int SETS = COLUMNS <= (LATE_SCALE ? 2 : 8) ? 2 : 1;
   uint4 columns[SETS][COLUMNS];
-  if (SETS == 2) load_columns(columns[0], x, lane);
+  if (SETS == 2) load_columns(columns[0], x + begin * 512, lane);
 #pragma unroll
-  for (int i = 0; i < SB * CHUNKS; i++) {
-    const int block = i / CHUNKS, chunk = i % CHUNKS;
-    if (SETS == 1) load_columns(columns[0], x + i * 512, lane);
-    else if (i + 1 < SB * CHUNKS) load_columns(columns[(i + 1) % SETS], x + (i + 1) * 512, lane);
+  for (int i = 0; i < RUN; i++) {
+    const int block = (begin + i) / CHUNKS, chunk = i % CHUNKS;
+    if (SETS == 1) load_columns(columns[0], x + (begin + i) * 512, lane);
+    else if (i + 1 < RUN) load_columns(columns[(i + 1) % SETS], x + (begin + i + 1) * 512, lane);
 #pragma unroll
     for (int m = 0; m < PER_WARP; m++) {
-      const Record* records = (const Record*)(slot + WEIGHT_BYTES) + (first + m) * STAGE_GROUPS * RECORD_LENGTH;
-      const Block here(slot + (first + m) * SB * BLOCK_BYTES, records, stage, block, lane);
+      const Block here(slot + (first + m) * SB * BLOCK_BYTES, records_of(slot, first + m), stage, block, lane);
 #pragma unroll
       for (int j = 0; j < TOGETHER; j++) {
         u32 a[WORDS];
@@ -208,6 +250,24 @@ DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, i
       }
     }
   }
+}
+DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, int first, int lane) {
+#if LATE_SCALE
+#pragma unroll
+  for (int begin = 0; begin < SB * CHUNKS; begin += RUN) {
+    Sums group = {};
+    multiply_chunks(group, slot, x, stage, begin, first, lane);
+#pragma unroll
+    for (int m = 0; m < PER_WARP; m++) {
+      const Record* record = records_of(slot, first + m) + group_in_stage(stage, begin / CHUNKS, 0) * 16 + lane / 4;
+#pragma unroll
+      for (int j = 0; j < COLUMNS * 4; j++)
+        sums[m][j] += group[m][j] * float_of<SCALE_FP16>((u16)(record[j / 2 % 2 * 8] & 0xffff));
+    }
+  }
+#else
+  multiply_chunks(sums, slot, x, stage, 0, first, lane);
+#endif
 }
 
 // Sums of a tile that begins in another CTA, left for it in `mail`; and the owner's taking them in, in the order of the stages. A word

@@ -16,6 +16,7 @@
 // depends on its neighbours. The router and all sums are float32; x is normed and rounded as the other kernels do it. The gate of
 // the shared expert is the router's last row. Rows of length 0 are nobody's: they go to no expert (their shares are 0), but for
 // the first, so that there is a tile.
+// LOGITS_ALONE (one token): logits are all that is left, as words that are their own flags, for experts.cu to choose by.
 // One token (ROWS 1, BY_TOKEN) needs no such order: its j-th choice is tile j; of many experts all warps of the CTA choose. JOINED: the shared expert, which lies behind the others,
 // then is one choice more, and the experts' own linears multiply it too.
 // combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
@@ -27,16 +28,10 @@
 // early gets two CTAs of the next kernel and another none.
 //
 // defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, SHARED (GATE), NORMALIZE, SIGMOID (0), BIASED (0), GROUPS (1), CHOSEN_GROUPS (1), ROWS,
-// TILE, BY_TOKEN, JOINED (0), RING (2), RESIDUAL (1)
+// TILE, BY_TOKEN, JOINED (0), RING (2), RESIDUAL (1), LOGITS_ALONE (0: else RING rows are all that a CTA has)
 #include "common.cuh"
 #include "patience.cuh"
 
-#ifndef SIGMOID
-#define SIGMOID 0
-#endif
-#ifndef BIASED
-#define BIASED 0
-#endif
 #ifndef GROUPS
 #define GROUPS 1
 #define CHOSEN_GROUPS 1
@@ -53,7 +48,11 @@
 #ifndef RESIDUAL
 #define RESIDUAL 1
 #endif
+#ifndef LOGITS_ALONE
+#define LOGITS_ALONE 0
+#endif
 constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
+#include "choose.cuh"
 constexpr int PER_ROW = WARPS / ROWS, PIECES = KDIM / 8;  // warps of a token; 8 inputs each
 constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
 constexpr int OWN = (EXPERTS + 31) / 32;  // experts of a lane
@@ -61,8 +60,8 @@ constexpr int AHEAD = 8;                  // pairs that a thread reads at a time
 constexpr int PER_GROUP = EXPERTS / GROUPS;
 constexpr int CHOICES = CHOSEN + JOINED;
 constexpr bool ALONE = ROWS == 1 && BY_TOKEN;  // one token
-constexpr int OF_WARP = (EXPERTS + WARPS - 1) / WARPS, LISTED = WARPS * CHOSEN;
-constexpr bool BY_WARPS = ALONE && GROUPS == 1 && EXPERTS >= 256;  // one warp would take long
+constexpr bool BY_WARPS = ALONE && GROUPS == 1 && EXPERTS >= 256 && LISTED <= 32;  // one warp would take long
+static_assert(!LOGITS_ALONE || ALONE, "of one token alone");
 static_assert(KDIM % 8 == 0 && CHOICES <= 32 && CHOSEN <= EXPERTS, "sizes");
 static_assert(!JOINED || (!SHARED && TILE == 1) || !BY_TOKEN, "of one token alone");
 static_assert(EXPERTS % GROUPS == 0 && GROUPS <= 32 && CHOSEN <= CHOSEN_GROUPS * PER_GROUP, "groups");
@@ -77,15 +76,6 @@ DEVICE u32 normed(u32 pair, u32 factors, float inverse) {
   const u32 scaled = pack2(low_float(pair) * inverse, high_float(pair) * inverse);
   return pack2(low_float(scaled) * low_float(factors), high_float(scaled) * high_float(factors));
 }
-DEVICE u64 rank(float value, int index) {  // in an order that integers share; the first of equals is the largest
-  const u32 bits = __float_as_uint(value), ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return (u64)ordered << 32 | (u32)~index;
-}
-DEVICE float value_of(u64 key) {
-  const u32 ordered = (u32)(key >> 32);
-  return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
-}
-DEVICE float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
 // True in all threads of the CTA that comes last of `count`. The counter is zero again then.
 DEVICE bool is_last(u32* arrived, int count) {
   __shared__ bool last;
@@ -157,65 +147,6 @@ DEVICE void choose(const float* logits, const float* bias, float scale, u64* key
 #pragma unroll
   for (int i = 0; i < OWN; i++)
     if (before[i] >= 0) chosen[before[i]] = lane + 32 * i, shares[before[i]] = value[i] / all * scale;
-  if (GATE && lane == 0) *gate = sigmoid(__ldcg(logits + EXPERTS));
-}
-
-// One CTA, one token: each warp lists the CHOSEN largest of its own experts, one after the other; then each of those that are listed
-// counts how many of them are larger, which is its place.
-DEVICE void choose_by_warps(const float* logits, const float* bias, float scale, int* chosen, float* shares, float* gate, int warp, int lane) {
-  constexpr int MINE = (OF_WARP + 31) / 32;
-  __shared__ __align__(16) u64 listed[LISTED];
-  __shared__ float values[EXPERTS], best_values[CHOSEN];
-  u64 own[MINE], mine = 0;
-#pragma unroll
-  for (int i = 0; i < MINE; i++) {
-    const int at = lane + 32 * i, e = warp * OF_WARP + at;
-    own[i] = 0;
-    if (at >= OF_WARP || e >= EXPERTS) continue;
-    const float added = BIASED ? bias[e] : 0.f, logit = __ldcg(logits + e);
-    const float value = SIGMOID ? sigmoid(logit) : logit + added;
-    values[e] = value;
-    own[i] = rank(SIGMOID ? value + added : value, e);
-  }
-#pragma unroll 1
-  for (int place = 0; place < CHOSEN; place++) {
-    u64 best = own[0];
-#pragma unroll
-    for (int i = 1; i < MINE; i++) best = own[i] > best ? own[i] : best;
-    const u32 high = __reduce_max_sync(~0u, (u32)(best >> 32));
-    const u32 low = __reduce_max_sync(~0u, (u32)(best >> 32) == high ? (u32)best : 0);
-    const u64 largest = (u64)high << 32 | low;
-    if (lane == place) mine = largest;
-#pragma unroll
-    for (int i = 0; i < MINE; i++)
-      if (own[i] == largest) own[i] = 0;
-  }
-  if (lane < CHOSEN) listed[warp * CHOSEN + lane] = mine;
-  __syncthreads();
-  if (threadIdx.x < LISTED) {
-    const u64 key = listed[threadIdx.x];
-    int before = 0;
-#pragma unroll 8
-    for (int i = 0; i < LISTED; i++) before += listed[i] > key;
-    if (key && before < CHOSEN) {
-      const int expert = (int)~(u32)key;
-      chosen[before] = expert;
-      best_values[before] = values[expert];
-    }
-  }
-  __syncthreads();
-  if (warp > 0) return;
-  const float most = best_values[0];
-  float share = 0, all = 1;
-  if (lane < CHOSEN) share = SIGMOID ? best_values[lane] : __expf(best_values[lane] - most);
-  if (NORMALIZE) {
-    all = warp_sum(share);
-  } else if (!SIGMOID) {
-    float sum = 0;
-    for (int e = lane; e < EXPERTS; e += 32) sum += __expf(values[e] - most);
-    all = warp_sum(sum);
-  }
-  if (lane < CHOSEN) shares[lane] = share / all * scale;
   if (GATE && lane == 0) *gate = sigmoid(__ldcg(logits + EXPERTS));
 }
 
@@ -303,6 +234,7 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     copy_group();
   }
   wait_for_inputs();
+  if (LOGITS_ALONE && blockIdx.x >= OUTPUTS) return count_launch();
   if (blockIdx.x >= OUTPUTS) {  // here, and to the end, only so that the next kernel finds all SMs alike
     Patience patience;
     while (BY_TOKEN && threadIdx.x == 0 && !load_acquire(tiles)) patience.poll();
@@ -331,17 +263,42 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     const uint4 f = sh.norm[min((i * PER_ROW + part) * 32 + lane, PIECES - 1)];
     x[i] = make_uint4(normed(x[i].x, f.x, inverse), normed(x[i].y, f.y, inverse), normed(x[i].z, f.z, inverse), normed(x[i].w, f.w, inverse));
   }
+  auto add_products = [&](float& sum, int i, int slot) {
+    const int piece = min((i * PER_ROW + part) * 32 + lane, PIECES - 1);  // x is 0 beyond the last
+    const Piece p = unpack(x[i]);
+    const float4 a = sh.weights[slot][0][piece], b = sh.weights[slot][1][piece];
+    const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum += p.v[j] * w[j];
+  };
+#if LOGITS_ALONE  // all rows of this CTA are here: warps meet once
+  __shared__ float all_sums[RING][WARPS];
+  float own_sums[RING];
+#pragma unroll
+  for (int n = 0; n < RING; n++) {
+    own_sums[n] = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) add_products(own_sums[n], i, n);
+  }
+#pragma unroll
+  for (int n = 0; n < RING; n++) own_sums[n] = warp_sum(own_sums[n]);
+#pragma unroll
+  for (int n = 0; n < RING; n++)
+    if (lane == 0) all_sums[n][warp] = own_sums[n];
+  __syncthreads();
+  const int written = blockIdx.x + threadIdx.x * gridDim.x;
+  if (threadIdx.x < RING && written < OUTPUTS) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) sum += all_sums[threadIdx.x][i];
+    store_relaxed(logits + written, sum);
+  }
+  return end_launch(THREADS);
+#endif
   for (int output = blockIdx.x, turn = 0, slot = 0; output < OUTPUTS; output += gridDim.x, turn ^= 1) {
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      const int piece = min((i * PER_ROW + part) * 32 + lane, PIECES - 1);  // x is 0 beyond the last
-      const Piece p = unpack(x[i]);
-      const float4 a = sh.weights[slot][0][piece], b = sh.weights[slot][1][piece];
-      const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum += p.v[j] * w[j];
-    }
+    for (int i = 0; i < PER_LANE; i++) add_products(sum, i, slot);
     sum = warp_sum(sum);
     if (lane == 0) sums[turn][warp] = sum;
     copy_wait<0>();
@@ -360,7 +317,14 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   const int own = blockIdx.y * ROWS + warp;
   __shared__ u64 keys[BY_WARPS ? 1 : ROWS][BY_WARPS ? 1 : EXPERTS];
   if (ALONE) {
-    if constexpr (BY_WARPS) choose_by_warps(logits, bias, scale, expert_of, shares, gates, warp, lane);
+    if constexpr (BY_WARPS) {
+      auto read = [&](const int (&expert)[OF_LANE], float (&logit)[OF_LANE]) {
+#pragma unroll
+        for (int i = 0; i < OF_LANE; i++) logit[i] = expert[i] < 0 ? 0.f : __ldcg(logits + expert[i]);
+      };
+      choose_by_warps(read, bias, scale, expert_of, shares, warp, lane);
+      if (GATE && threadIdx.x == 0) *gates = sigmoid(__ldcg(logits + EXPERTS));
+    }
     if (warp > 0) return;
     if constexpr (!BY_WARPS) choose(logits, bias, scale, keys[0], expert_of, shares, gates, lane);
     if (lane < CHOICES) place[lane] = lane;

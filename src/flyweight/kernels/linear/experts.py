@@ -37,6 +37,10 @@ TOKENS_AT_ONCE = 8192
 THREADS = 256  # of a CTA of route.cu
 # how much longer the longest run of tiles may be where the choices of a token are added up at once
 UNEVEN = 1.1
+# from which on all warps of a thread block choose: route.cu, choose.cuh
+MANY_EXPERTS = 256
+# that they list at most a warp of: choose.cuh
+MOST_CHOSEN = 16
 # of all choices together, where they are: every CTA converts them all
 MOST_INPUTS = 8192
 
@@ -198,6 +202,9 @@ class GroupedExperts:
     shared: tuple[FusedLinear, FusedLinear] | None = None
     bias: Tensor | None = None  # float32 [experts]: of the logits, or of the choice by sigmoids
     joined: bool = False  # the shared expert is stacked behind the others: a choice of one token
+    # float32 [logits + 2 · choices], each its own flag and all ones between steps: by which experts
+    # and shares of one token go from kernel to kernel
+    words: Tensor | None = None
 
     @classmethod
     def make(
@@ -235,7 +242,9 @@ class GroupedExperts:
             stack([one for one in part if isinstance(one, TiledLinear)]) for part in parts
         )
         ready = torch.zeros(1, dtype=torch.int32, device=router.device)
-        return cls(first, second, torch.cat(rows), ready, routing, shared, bias, joined)
+        all_rows = torch.cat(rows)
+        words = empty_words(len(all_rows), routing.chosen + joined, router.device)
+        return cls(first, second, all_rows, ready, routing, shared, bias, joined, words)
 
     @property
     def gated(self) -> bool:
@@ -266,6 +275,9 @@ class GroupedExperts:
         norm = norm.folded
         device = gpu.of(x.device)
         out = torch.empty_like(x) if out is None else out
+        if len(x) == 1 and (plan := self._words_plan(device)) is not None:
+            self._project_by_words(x, out, plan, norm=norm)
+            return out
         for part, end in zip(x.split(TOKENS_AT_ONCE), out.split(TOKENS_AT_ONCE), strict=True):
             routed = self.route(part, norm=norm, lengths=lengths)
             shared = None
@@ -343,6 +355,79 @@ class GroupedExperts:
         kernel.launch(grid, THREADS, args, shared=shared, pdl=True)
         return found
 
+    def _words_plan(self, device: Gpu) -> gemv.Plan | None:
+        """How the second linear of one token adds its choices up, where the first one makes the
+        choice itself: of many experts, since the last thread block of `route` would take long.
+        """
+        routing = self.routing
+        each = math.ceil(len(self.router) / device.processors)
+        if (
+            self.words is None
+            or not device.has_dependent_launch
+            or routing.experts < MANY_EXPERTS
+            or routing.chosen > MOST_CHOSEN
+            or routing.groups > 1
+            or (self.shared is not None and not self.joined)
+            or self.down.bias is not None
+            or not self.few(1, device)
+            or self._ring(self.router.shape[1], device) < each
+        ):
+            return None
+        return sum_plan(self.down.matrix, routing.chosen + self.joined, device)
+
+    def _project_by_words(self, x: Tensor, out: Tensor, plan: gemv.Plan, *, norm: Norm) -> None:
+        """route.cu leaves logits alone, experts.cu chooses by them and leaves its choice, and
+        experts_sum.cu empties both: words go once from SM to SM, with no counter between.
+        """
+        assert self.words is not None
+        device = gpu.of(x.device)
+        outputs = len(self.router)
+        choices = self.routing.chosen + self.joined
+        logits = self.words[:outputs]
+        chosen = self.words[outputs:]
+        ring = self._ring(x.shape[1], device)
+        own = {"LOGITS_ALONE": 1, "RING": ring}
+        nothing = (None,) * 8  # of what `route` leaves besides
+        kernel = jit.load("route.cu", defines=self._defines(x, 1, 1, 1) | own).kernel("route")
+        shared = max((4 * ring + 2) * x.shape[1], reserved(device))
+        given = (x, norm.weight, self.router, logits)
+        args = (*given, *nothing, None, self.bias, 1, norm.epsilon, self.routing.scale)
+        kernel.launch((device.processors, 1), THREADS, args, shared=shared, pdl=True)
+        gated = self._choose_and_multiply(x, logits, chosen, norm=norm)
+        sum_words(self.down, gated, self.words, choices, plan, residual=x, out=out)
+
+    def _choose_and_multiply(
+        self, x: Tensor, logits: Tensor, chosen: Tensor, *, norm: Norm
+    ) -> Tensor:
+        """experts.cu, of one token whose experts it finds out itself."""
+        weight = self.gate_up
+        device = gpu.of(x.device)
+        linear = gemv.fitting_plan(weight.matrix, 1, device, tiles=16)
+        assert linear is not None
+        out = weight.empty_result(len(chosen) // 2, x.device)
+        defines = gemv.defines(weight, 1, linear, device, norm=True, epilogue=weight.epilogue(None))
+        defines |= {"PER_SLOT": 0, "CHOOSES": 1, "JOINED": int(self.joined)}
+        defines |= self.routing.defines | {"GATE": int(self.gated)}
+        if self.bias is not None:
+            defines["BIASED"] = 1
+        kernel = jit.load("experts.cu", defines=defines).kernel("experts")
+        args = (
+            weight.weights,
+            weight.records,
+            weight.channel_scale,
+            x,
+            norm.weight,
+            weight.bias,
+            out,
+            logits,
+            chosen,
+            self.bias,
+            self.routing.scale,
+            norm.epsilon,
+        )
+        kernel.launch(device.processors, linear.threads, args, shared=linear.shared, pdl=True)
+        return out
+
     def _ring(self, hidden: int, device: Gpu) -> int:
         """Rows of the router that a CTA of few tokens fetches before its inputs are there: all that
         it has, if there is room.
@@ -401,25 +486,29 @@ class GroupedExperts:
         **own: int,
     ) -> jit.Kernel:
         """`ring`: of a route of few tokens, else 0. `own`: defines of this kernel alone."""
-        defines = {
-            **own,
-            **self.routing.defines,
-            "FP16": int(x.dtype == torch.float16),
-            "KDIM": x.shape[1],
-            "GATE": int(self.gated),
-            "ROWS": rows,
-            "TILE": 16 if name == "combine" else routed.tile,  # of which a sum knows nothing
-            "BY_TOKEN": int(ring > 0),
-        }
+        tile = 16 if name == "combine" else routed.tile  # of which a sum knows nothing
+        defines = own | self._defines(x, rows, tile, int(ring > 0))
         if ring > 2:
             defines["RING"] = ring
-        if self.bias is not None:
-            defines["BIASED"] = 1
         if self._joined(routed):
             defines |= {"JOINED": 1, "SHARED": 0}
         elif shared and not self.gated:
             defines["SHARED"] = 1
         return jit.load("route.cu", defines=defines).kernel(name)
+
+    def _defines(self, x: Tensor, rows: int, tile: int, by_token: int) -> dict[str, int]:
+        """Of route.cu."""
+        biased = {} if self.bias is None else {"BIASED": 1}
+        return {
+            **self.routing.defines,
+            "FP16": int(x.dtype == torch.float16),
+            "KDIM": x.shape[1],
+            "GATE": int(self.gated),
+            "ROWS": rows,
+            "TILE": tile,
+            "BY_TOKEN": by_token,
+            **biased,
+        }
 
     def multiply(self, x: Tensor, routed: Routed, *, norm: Norm | None) -> Tensor:
         """The experts' own answers [rows, hidden], in the places that the route gave them."""
@@ -527,6 +616,35 @@ def sum_rows(
         workspace.current(x.device).bytes("experts arrived", 4),
     )
     kernel.launch(device.processors, plan.threads, args, shared=plan.shared, pdl=True)
+
+
+def sum_words(
+    weight: TiledWeight,
+    x: Tensor,
+    words: Tensor,
+    choices: int,
+    plan: gemv.Plan,
+    *,
+    residual: Tensor,
+    out: Tensor,
+) -> None:
+    """`sum_rows` where experts and shares are the last of `words`, and the logits the others."""
+    device = gpu.of(x.device)
+    inner = weight.in_features
+    logits = len(words) - 2 * choices
+    defines = gemv.defines(weight, 1, plan, device, norm=False, epilogue="residual")
+    defines |= {"KDIM": choices * inner, "SLOT_BLOCKS": inner // 64, "CHOOSES": logits}
+    kernel = jit.load("experts_sum.cu", defines=defines).kernel("experts_sum")
+    arrived = workspace.current(x.device).bytes("experts arrived", 4)
+    tables = (words[logits:], residual, out, None, words)
+    args = (weight.weights, weight.records, x, *tables, arrived)
+    kernel.launch(device.processors, plan.threads, args, shared=plan.shared, pdl=True)
+
+
+def empty_words(logits: int, choices: int, device: torch.device) -> Tensor:
+    return torch.full((logits + 2 * choices,), -1, dtype=torch.int32, device=device).view(
+        torch.float32
+    )
 
 
 def many_rows(

@@ -200,7 +200,9 @@ GLM_LITE = replace(
     V3,
     architecture="Glm4MoeLiteForCausalLM",
     experts=Experts(read_typed_experts, write_experts),
-    defaults=dict(qk_rope_head_dim=64, first_k_dense_replace=1, norm_topk_prob=True),
+    defaults=dict(
+        qk_rope_head_dim=64, first_k_dense_replace=1, norm_topk_prob=True, rms_norm_eps=1e-5
+    ),
     extras=dict(V3.extras)
     | dict(
         q_lora_rank=768,

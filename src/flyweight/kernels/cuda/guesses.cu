@@ -1,0 +1,32 @@
+// Between the rows of a step with guesses and the sequences' own rows, where the host has not read the tokens yet.
+//
+//   take    rows' tokens[place[i]] = sequences' tokens[sequence[i]]: last tokens that are still in flight
+//   go_on   row = first[s];  while the token chosen after row is the one guessed there:  row += 1
+//           the sequence of row takes that token, and the length that counts it
+//
+// Work split: a thread a token or a sequence (at most CHUNK steps each).
+// Limit: latency. torch's ops are four and thirteen launches, which the device waits for.
+//
+// defines: THREADS
+#include "common.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    take(u64* tokens, const u64* sequence_tokens, const u64* place, const u64* sequence, int count) {
+  wait_for_inputs();
+  const int i = threadIdx.x;
+  if (i < count) tokens[place[i]] = sequence_tokens[sequence[i]];
+}
+
+// `guesses`: after each row; all bits set where there is none, as after the last row of a sequence.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    go_on(const u64* chosen, const u64* guesses, const u64* first, const u64* at, const int* lengths, u64* sequence_tokens,
+          int* sequence_lengths, int sequences) {
+  wait_for_inputs();
+  const int s = threadIdx.x;
+  if (s >= sequences) return;
+  int row = (int)first[s];
+  while (chosen[row] == guesses[row]) row++;
+  const int sequence = (int)at[row];
+  sequence_tokens[sequence] = chosen[row];
+  sequence_lengths[sequence] = lengths[row] + 1;
+}

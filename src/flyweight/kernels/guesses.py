@@ -1,0 +1,88 @@
+"""Tokens between the rows of a step with guesses and the rows of their sequences, on the device:
+host side of cuda/guesses.cu, and the same by torch's ops.
+
+A step with guesses is prepared while the device waits, and a launch takes a fraction of what
+torch's ops take for the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flyweight.kernels import jit
+from flyweight.kernels.accept import last_rows
+
+THREADS = 64  # the most rows of such a step
+
+
+@dataclass(frozen=True, eq=False)
+class GuessedRows:
+    """The rows of a step with guesses, at fixed places (`SharedRows`)."""
+
+    tokens: Tensor  # int64 [rows]
+    lengths: Tensor  # int32 [rows]
+    guesses: Tensor  # int64 [rows]: the token guessed after each; −1: none
+    at: Tensor  # int64 [rows]: the row of its sequence
+    first: Tensor  # int64 [sequences]: the first row of each
+    unread: Tensor  # int64 [tokens]: rows whose token is still in flight,
+    unread_at: Tensor  # int64 [tokens]: and the rows of their sequences
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """A row a sequence (`Rows`)."""
+
+    tokens: Tensor  # int64: the last one
+    lengths: Tensor  # int32, that one counted
+
+
+class Handover:
+    """By kernels."""
+
+    def __init__(self, rows: GuessedRows, sequences: SequenceRows):
+        self.rows = rows
+        self.sequences = sequences
+        source = jit.load("guesses.cu", defines={"THREADS": THREADS})
+        self._take = functools.partial(source.kernel("take").launch, 1, THREADS)
+        self._go_on = functools.partial(source.kernel("go_on").launch, 1, THREADS)
+
+    def take(self, count: int) -> None:
+        """The first `count` unread tokens come from their sequences."""
+        rows = self.rows
+        self._take((rows.tokens, self.sequences.tokens, rows.unread, rows.unread_at, count))
+
+    def go_on(self, chosen: Tensor, count: int) -> None:
+        """The first `count` sequences take the token `chosen` behind their last right guess, and
+        the length that counts it.
+        """
+        rows, sequences = self.rows, self.sequences
+        into = (sequences.tokens, sequences.lengths)
+        self._go_on((chosen, rows.guesses, rows.first, rows.at, rows.lengths, *into, count))
+
+
+class TorchHandover(Handover):
+    """By torch's ops."""
+
+    def __init__(self, rows: GuessedRows, sequences: SequenceRows):
+        self.rows = rows
+        self.sequences = sequences
+
+    def take(self, count: int) -> None:
+        rows = self.rows
+        values = self.sequences.tokens.index_select(0, rows.unread_at[:count])
+        rows.tokens.index_copy_(0, rows.unread[:count], values)
+
+    def go_on(self, chosen: Tensor, count: int) -> None:
+        rows, sequences = self.rows, self.sequences
+        last = last_rows(chosen, rows.guesses[: len(chosen)], rows.first[:count])
+        at = rows.at.index_select(0, last)
+        sequences.tokens.index_copy_(0, at, chosen.index_select(0, last))
+        sequences.lengths.index_copy_(0, at, rows.lengths.index_select(0, last) + 1)
+
+
+def handover(rows: GuessedRows, sequences: SequenceRows) -> Handover:
+    kind = Handover if rows.tokens.device.type == "cuda" else TorchHandover
+    return kind(rows, sequences)
