@@ -1,6 +1,7 @@
 """Families through the engine on a GPU: captured steps of tiny models beside a float32 model of the same random weights.
 
-The measure is what torch's own products make of these weights in 16 bits (`benchmarks/families.py check`).
+The measure is what torch's own products make of these weights in 16 bits (`benchmarks/families.py check`). Medians: where two
+experts tie, torch's own mean squares in 16 bits differ fourfold between prompts.
 """
 
 import sys
@@ -21,4 +22,4 @@ def test_steps_are_hardly_further_off_than_torch_in_16_bits(preset, monkeypatch)
     monkeypatch.setattr(families.engine, "open_model", families.engine.open_model)  # which `check` replaces
     row = families.check(preset, "int4", tiny=True)
     assert row["captured"], row["why_not"]
-    assert row["ratio"] < 1.5, row
+    assert row["median"] < 2 * row["torch_median"], row
