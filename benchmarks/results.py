@@ -70,14 +70,10 @@ DOCUMENTS_WITH_BLOCKS = (
 )
 DOCUMENTS = {"000": ".md", "001": ".md", "002": ".md", "003": ".md", "004": ".rst"}
 MODEL, SCHEMES = "qwen3-8b", ("bf16", "w8a8", "int4", "vptq")
-HEADLINE = (  # workload, metric, what it is called, digits
-    ("decode_bound", "decode_tok_s", "decode, batch 1 (256 in, 512 out), tok/s", 0),
+HEADLINE = (
+    beside.HEADLINE[0],
     ("decode_bound", "share_of_limit", "share of the limit at copy bandwidth", 0),
-    ("prefill_bound", "ttft_ms_last", "first token after 2,048 tokens, ms", 1),
-    ("long_context", "ttft_ms_last", "first token after 16,384 tokens, ms", 0),
-    ("medium_batch", "overall_tok_s", "batch 8 (256 in, 128 out), tok/s in and out", 0),
-    ("base", "overall_tok_s", "batch 32 (256 in, 32 out)", 0),
-    ("high_concurrency", "overall_tok_s", "batch 64 (256 in, 128 out)", 0),
+    *beside.HEADLINE[1:],
 )
 
 

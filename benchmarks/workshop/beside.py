@@ -11,20 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from flyweight.bench.workloads import LATENCY
 from flyweight.report.blocks import Block, Paragraph, Table
 from flyweight.report.read import read
 from flyweight.report.rows import Results, Row
 
 FOLDER = Path("benchmarks/h200/vllm-0.33")
-WORKLOADS = (
-    "interactive",
-    "decode_bound",
-    "prefill_bound",
-    "long_context",
-    "medium_batch",
-    "base",
-    "high_concurrency",
-)
 METRICS = ("decode_tok_s", "ttft_ms_last", "overall_tok_s")
 HEADLINE = (  # workload, metric, what it is called, digits
     ("decode_bound", "decode_tok_s", "decode, batch 1 (256 in, 512 out), tok/s", 0),
@@ -61,7 +53,7 @@ def shared(rows: Sequence[Row]) -> list[str]:
     done = [
         {row["workload"] for row in rows if row["backend"] == one} for one in ("native", "vllm")
     ]
-    return [one for one in WORKLOADS if all(one in side for side in done)]
+    return [one for one in LATENCY if all(one in side for side in done)]
 
 
 def figure(rows: Sequence[Row], backend: str, workload: str, metric: str) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flyweight.bench.workloads import LATENCY
 from flyweight.report.blocks import Block, Heading, Paragraph, Table
 from flyweight.report.rows import Results, Row, identity
 
@@ -140,15 +141,7 @@ EXPECTED = (
         84,
         "latency",
         "qwen3-8b",
-        workload=(
-            "interactive",
-            "decode_bound",
-            "prefill_bound",
-            "long_context",
-            "medium_batch",
-            "base",
-            "high_concurrency",
-        ),
+        workload=tuple(LATENCY),
     ),
     sweep("8b-fp16", "int4 in float16", 3, "latency", "qwen3-8b", "native (dtype=float16)"),
     sweep(

@@ -36,11 +36,8 @@ class LookupFirst:
     def propose(
         self, requests: Sequence[Request], most: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
-        looked_up = self.lookup.propose(requests, most)
-        found: dict[int, Sequence[int]] = {}
-        for number, guesses in looked_up.items():
-            if guesses:
-                found[number] = guesses
+        looked_up = self.lookup.propose(requests, most).items()
+        found: dict[int, Sequence[int]] = {number: some for number, some in looked_up if some}
         self.found = set(found)
         rest = [request for request in requests if request.number not in found]
         if rest:
