@@ -1,4 +1,5 @@
-"""A report opens with the answer: gains, costs, which scheme to take; its figures do not flatter."""
+"""A report opens with the answer: gains, costs, which scheme to take; its figures do not
+flatter."""
 
 import itertools
 import re
@@ -132,7 +133,8 @@ def test_the_first_thing_in_a_report_is_the_answer():
 def test_it_says_what_was_gained_and_what_it_cost_with_errors():
     take, cards, _ = told(*WHOLE)
     assert take == (
-        "**Take int4** instead of fp16 (3.33 × smaller, 2.20 × as fast, perplexity +2.0% ± 0.2%): of the "
+        "**Take int4** instead of fp16 (3.33 × smaller, 2.20 × as fast, perplexity +2.0% ± 0.2%): "
+        "of the "
         "schemes that cost at most 5% of perplexity it is the fastest; "
         "int3 (+19.7%) costs more."
     )
@@ -163,8 +165,8 @@ def test_of_two_that_are_equal_within_the_error_the_smaller_is_taken():
 def test_where_every_scheme_costs_too_much_the_original_is_kept():
     take, _, _ = told(*WHOLE[:1], WHOLE[2], WHOLE[4], WHOLE[6])
     assert (
-        take
-        == "**Keep fp16**: no scheme keeps perplexity within 5% of fp16; int3 (+19.7%) comes nearest."
+        take == "**Keep fp16**: no scheme keeps perplexity within 5% of fp16; "
+        "int3 (+19.7%) comes nearest."
     )
 
 
@@ -177,7 +179,8 @@ def test_a_scheme_that_is_slower_and_no_smaller_is_not_taken():
 def test_speed_without_quality_says_that_it_was_not_measured():
     take, cards, _ = told(*WHOLE[:4])
     assert take == (
-        "**int3 is fastest**, and none is recommended: what the schemes cost in quality was not measured "
+        "**int3 is fastest**, and none is recommended: what the schemes cost in quality was not "
+        "measured "
         "(`flyweight eval` does)."
     )
     assert "Perplexity" not in cards

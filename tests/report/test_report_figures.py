@@ -21,9 +21,15 @@ def record(bench, backend="native", **more):
 
 
 def test_each_picture_of_a_report_has_a_file_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(plot, "draw", lambda figure, folder, *, kind, name: folder / f"{name}.{kind}")
+    monkeypatch.setattr(
+        plot, "draw", lambda figure, folder, *, kind, name: folder / f"{name}.{kind}"
+    )
     place = drawer(tmp_path / "report.md", "png")
-    pictures = [block for block in build(View(read(sorted(ROWS.glob("*.jsonl"))))) if isinstance(block, figures.Figure)]
+    pictures = [
+        block
+        for block in build(View(read(sorted(ROWS.glob("*.jsonl")))))
+        if isinstance(block, figures.Figure)
+    ]
     assert len({str(place(one)).lower() for one in pictures}) == len(pictures) > 20
     assert place(pictures[0]) == place(pictures[0]), "the same again"
 
@@ -36,12 +42,21 @@ def test_served_and_offline_throughput_are_two_pictures():
 
 def test_a_start_is_no_workload():
     rows = [record("latency", workload=name, ttft_ms_last=5.0) for name in ("base", "startup")]
-    assert all(point.x == "base" for one in figures.first_token_bars(rows) for series in one.series for point in series.points)
+    assert all(
+        point.x == "base"
+        for one in figures.first_token_bars(rows)
+        for series in one.series
+        for point in series.points
+    )
 
 
 def test_long_names_below_bars_leave_room_for_them(tmp_path):
     pytest.importorskip("matplotlib")
-    long = [f"vllm ({name}, gpu_memory_utilization=0.6, compilation_config={{'mode': 0, 'sizes': [1, 8]}})" for name in "ab"]
+    long = [
+        f"vllm ({name}, gpu_memory_utilization=0.6, "
+        f"compilation_config={{'mode': 0, 'sizes': [1, 8]}})"
+        for name in "ab"
+    ]
     (figure,) = figures.first_token_bars([record("serve", one) for one in ("native", *long)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a layout that collapsed

@@ -1,4 +1,5 @@
-"""The HTML page: self-contained, and in a real browser sortable, filterable, hoverable, without errors or network."""
+"""The HTML page: self-contained, and in a real browser sortable, filterable, hoverable, without
+errors or network."""
 
 import re
 from html.parser import HTMLParser
@@ -11,26 +12,35 @@ from flyweight.cli import app
 
 EXCERPTS = sorted(str(path) for path in (Path(__file__).parent / "excerpts").iterdir())
 CHECKS = """<script>
-window.addEventListener("error", (event) => { window.failed = true; parent.postMessage(event.message, "*"); });
+window.addEventListener("error", (event) => {
+  window.failed = true;
+  parent.postMessage(event.message, "*");
+});
 window.addEventListener("load", () => {
   const found = [];
   const check = (name, good) => found.push(`${good ? "pass" : "FAIL"} ${name}`);
   const tables = [...document.querySelectorAll("section.table")];
   const section = tables.find((one) => one.querySelector("input") && one.querySelector("th.n"));
-  const body = section.querySelector("tbody"), header = [...section.querySelectorAll("th")].find((one) => one.className === "n");
-  const column = () => [...body.rows].map((row) => parseFloat(row.cells[header.cellIndex].textContent));
+  const body = section.querySelector("tbody");
+  const header = [...section.querySelectorAll("th")].find((one) => one.className === "n");
+  const number = (row) => parseFloat(row.cells[header.cellIndex].textContent);
+  const column = () => [...body.rows].map(number);
   const sorted = (values) => values.every((value, index) => !index || values[index - 1] <= value);
   header.click(); check("sorts up", sorted(column()));
   header.click(); check("sorts down", sorted(column().reverse()));
-  const input = section.querySelector("input"); input.value = "awq"; input.dispatchEvent(new Event("input"));
+  const input = section.querySelector("input");
+  input.value = "awq";
+  input.dispatchEvent(new Event("input"));
   const shown = [...body.rows].filter((row) => !row.hidden);
-  check("filters", shown.length > 0 && shown.length < body.rows.length && shown.every((row) => /awq/i.test(row.textContent)));
+  const some = shown.length > 0 && shown.length < body.rows.length;
+  check("filters", some && shown.every((row) => /awq/i.test(row.textContent)));
   const mark = document.querySelector("svg [data-tip]");
   mark.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: 50, clientY: 50}));
   const tip = document.getElementById("tip");
   check("hovers", !tip.hidden && tip.textContent === mark.dataset.tip);
   const button = document.querySelector(".legend button"); button.click();
-  check("legend hides", getComputedStyle(button.closest("figure").querySelector("svg [data-series='0']")).display === "none");
+  const line = button.closest("figure").querySelector("svg [data-series='0']");
+  check("legend hides", getComputedStyle(line).display === "none");
   const before = getComputedStyle(document.body).backgroundColor;
   document.getElementById("theme").click();
   check("toggles theme", getComputedStyle(document.body).backgroundColor !== before);
@@ -78,7 +88,13 @@ def test_page_is_well_formed(page):
 def test_page_has_both_themes_and_all_figures(page):
     text = page.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in text and "data-theme=dark" in text
-    for title in ("Throughput against latency", "TTFT and TPOT", "Speed by input length", "Peak memory", "Kernel time ÷ torch"):
+    for title in (
+        "Throughput against latency",
+        "TTFT and TPOT",
+        "Speed by input length",
+        "Peak memory",
+        "Kernel time ÷ torch",
+    ):
         assert title in text
 
 
@@ -86,10 +102,14 @@ FRAME = """<!doctype html><script>onmessage = (event) => { document.title = even
 <iframe src="checked.html" width="WIDTH" height="900"></iframe>"""
 
 
-@pytest.mark.parametrize("width", [1200, 390])  # in a frame, because a headless Chromium opens no window this narrow
+@pytest.mark.parametrize(
+    "width", [1200, 390]
+)  # in a frame, because a headless Chromium opens no window this narrow
 def test_page_works_in_a_browser(page, browser, width, tmp_path):
     checked = tmp_path / "checked.html"
-    checked.write_text(page.read_text(encoding="utf-8").replace("</body>", CHECKS + "</body>"), encoding="utf-8")
+    checked.write_text(
+        page.read_text(encoding="utf-8").replace("</body>", CHECKS + "</body>"), encoding="utf-8"
+    )
     frame = tmp_path / "frame.html"
     frame.write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
     browser.size(1300, 1000)
@@ -97,7 +117,9 @@ def test_page_works_in_a_browser(page, browser, width, tmp_path):
     browser.wait("document.title")
     verdicts = browser.js("document.title").split("; ")
     assert len(verdicts) == 8 and all(verdict.startswith("pass") for verdict in verdicts), verdicts
-    assert not browser.errors and all(url.startswith(("file:", "data:")) for url in browser.requests)
+    assert not browser.errors and all(
+        url.startswith(("file:", "data:")) for url in browser.requests
+    )
 
 
 def test_markdown_names_figures_that_are_there(tmp_path):
@@ -111,7 +133,10 @@ def test_markdown_names_figures_that_are_there(tmp_path):
 
 
 def test_unknown_ending_layout_and_baseline_are_one_line_errors(tmp_path):
-    for arguments, message in ((["-o", str(tmp_path / "x.pdf")], "unknown ending '.pdf'"),
-                               (["--layout", "sead"], "did you mean 'seed'?"), (["--baseline", "bf17"], "did you mean 'bf16'?")):
+    for arguments, message in (
+        (["-o", str(tmp_path / "x.pdf")], "unknown ending '.pdf'"),
+        (["--layout", "sead"], "did you mean 'seed'?"),
+        (["--baseline", "bf17"], "did you mean 'bf16'?"),
+    ):
         done = CliRunner().invoke(app, ["report", *EXCERPTS, *arguments])
         assert message in str(done.exception)

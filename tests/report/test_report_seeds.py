@@ -1,6 +1,8 @@
-"""The five documents, read into rows and reported in their own layout, give back their own tables, cell for cell.
+"""The five documents, read into rows and reported in their own layout, give back their own tables,
+cell for cell.
 
-The documents themselves are read from the folder that FLYWEIGHT_SEEDS names; excerpts in the same layouts are always here.
+The documents themselves are read from the folder that FLYWEIGHT_SEEDS names; excerpts in the same
+layouts are always here.
 """
 
 import os
@@ -16,9 +18,21 @@ from flyweight.report.rows import read_jsonl
 from flyweight.report.seeds import grid_tables, pipe_rows, repair
 
 HERE = Path(__file__).parent / "excerpts"
-SEEDS = Path(os.environ.get("FLYWEIGHT_SEEDS", Path(__file__).parents[2].parent / "shared" / "seeds"))
-EXCERPTS = {"000": "kernel.md", "001": "codebook.md", "002": "latency.md", "003": "serve.md", "004": "speed.rst"}
-DOCUMENTS = [pytest.param((kind, source), id=f"{source}-{kind}") for source in ("excerpt", "whole") for kind in EXCERPTS]
+SEEDS = Path(
+    os.environ.get("FLYWEIGHT_SEEDS", Path(__file__).parents[2].parent / "shared" / "seeds")
+)
+EXCERPTS = {
+    "000": "kernel.md",
+    "001": "codebook.md",
+    "002": "latency.md",
+    "003": "serve.md",
+    "004": "speed.rst",
+}
+DOCUMENTS = [
+    pytest.param((kind, source), id=f"{source}-{kind}")
+    for source in ("excerpt", "whole")
+    for kind in EXCERPTS
+]
 
 
 def locate(kind: str, source: str) -> Path:
@@ -26,7 +40,9 @@ def locate(kind: str, source: str) -> Path:
         return HERE / EXCERPTS[kind]
     found = sorted(SEEDS.glob(f"{kind}_*.txt"))
     if not found:
-        pytest.skip(f"the documents are not here; FLYWEIGHT_SEEDS names their folder (looked in {SEEDS})")
+        pytest.skip(
+            f"the documents are not here; FLYWEIGHT_SEEDS names their folder (looked in {SEEDS})"
+        )
     return found[0]
 
 
@@ -37,7 +53,9 @@ def document(request):
 
 
 def cells(text: str) -> list[list[str]]:
-    return [row for row in pipe_rows(text) if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
+    return [
+        row for row in pipe_rows(text) if not all(re.fullmatch(r":?-+:?", cell) for cell in row)
+    ]
 
 
 def report(path: Path, render=markdown, layout: str = "seed") -> str:
@@ -45,7 +63,9 @@ def report(path: Path, render=markdown, layout: str = "seed") -> str:
 
 
 def lines_of(text: str, pattern: str) -> list[str]:
-    return [re.sub(r"\s+", " ", line).strip() for line in text.splitlines() if re.match(pattern, line)]
+    return [
+        re.sub(r"\s+", " ", line).strip() for line in text.splitlines() if re.match(pattern, line)
+    ]
 
 
 def test_tables_come_back_cell_for_cell(document):
@@ -58,8 +78,11 @@ def test_tables_come_back_cell_for_cell(document):
     expected = cells(original)
     got = cells(report(path))
     if kind == "003":  # the operator table of that document is in columns of blanks
-        expected += [re.split(r"\s{2,}", line.strip()) for line in original.splitlines()
-                     if re.search(r"\s{2,}\S+\s{2,}", line) and not line.startswith(("-", "|"))]
+        expected += [
+            re.split(r"\s{2,}", line.strip())
+            for line in original.splitlines()
+            if re.search(r"\s{2,}\S+\s{2,}", line) and not line.startswith(("-", "|"))
+        ]
     assert len(expected) > 2
     assert got == expected
 
@@ -67,7 +90,9 @@ def test_tables_come_back_cell_for_cell(document):
 def test_kernel_tables_come_back_byte_for_byte(document):
     kind, path = document
     if kind in ("000", "001"):
-        assert [line for line in report(path).splitlines() if line.startswith("|")] == path.read_text().splitlines()
+        assert [
+            line for line in report(path).splitlines() if line.startswith("|")
+        ] == path.read_text().splitlines()
 
 
 def test_runs_statistics_and_rankings_come_back_line_for_line(document):
@@ -100,8 +125,10 @@ def test_faults_of_the_documents_are_named_not_hidden(source):
     latency = read([locate("002", source)])
     assert any("Input Throughput is 0.00" in note for note in latency.notes)
     assert any("broken encoding" in note for note in latency.notes)
-    assert {"run label used twice", "decode rate far from its repeats at normal latency: first token mis-detected"} \
-        <= flags(locate("002", source))
+    assert {
+        "run label used twice",
+        "decode rate far from its repeats at normal latency: first token mis-detected",
+    } <= flags(locate("002", source))
     assert "the document repeats this block" in flags(locate("004", source))
     assert any("compilation inside" in flag for flag in flags(locate("003", source)))
     assert "the document repeats this block" in report(locate("004", source), layout="full")
@@ -113,10 +140,12 @@ def test_the_documents_own_layout_names_its_faults_too():
 
 def test_prefill_bound_work_is_not_ranked_by_decode_speed():
     text = report(HERE / "latency.md", layout="full")
-    ranking = text[text.index("Performance Ranking"):]
-    prefill = ranking[ranking.index("prefill_bound"):]
+    ranking = text[text.index("Performance Ranking") :]
+    prefill = ranking[ranking.index("prefill_bound") :]
     assert "by latency (time to first token was not measured), less is better" in prefill
-    assert prefill.index("**original**") < prefill.index("**w8a16_awq**"), "the faster decoder had the slower prefill"
+    assert prefill.index("**original**") < prefill.index("**w8a16_awq**"), (
+        "the faster decoder had the slower prefill"
+    )
 
 
 def test_mojibake_is_repaired_and_sound_text_left_alone():
@@ -136,18 +165,32 @@ def test_rst_escapes_words_that_would_be_links():
 
 def test_rst_is_accepted_by_docutils(document):
     core = pytest.importorskip("docutils.core")
-    core.publish_string(report(document[1], rst, layout="full"), writer_name="null",
-                        settings_overrides={"halt_level": 2, "report_level": 5})
+    core.publish_string(
+        report(document[1], rst, layout="full"),
+        writer_name="null",
+        settings_overrides={"halt_level": 2, "report_level": 5},
+    )
 
 
 def test_variants_that_are_the_same_at_run_time_share_a_place():
     from flyweight.report.document import share_places
 
     def record(scheme, rate, checkpoint="random:0"):
-        return {"scheme": scheme, "place": scheme, "decode_tok_s": rate, "checkpoint": checkpoint, "backend": "native",
-                "bits_per_weight": 8.0, "size_gb": 4.4}
+        return {
+            "scheme": scheme,
+            "place": scheme,
+            "decode_tok_s": rate,
+            "checkpoint": checkpoint,
+            "backend": "native",
+            "bits_per_weight": 8.0,
+            "size_gb": 4.4,
+        }
 
-    ours = [record("w8a8_smooth_gptq", 753.0), record("w8a8_smooth_ptq", 747.0), record("w8a16_awq", 722.0)]
+    ours = [
+        record("w8a8_smooth_gptq", 753.0),
+        record("w8a8_smooth_ptq", 747.0),
+        record("w8a16_awq", 722.0),
+    ]
     found = {one["place"]: one["decode_tok_s"] for one in share_places(ours, "decode_tok_s")}
     assert found == {"w8a8_smooth_gptq** = **w8a8_smooth_ptq": 750.0, "w8a16_awq": 722.0}
     real = [one | {"checkpoint": str(i)} for i, one in enumerate(ours)]
