@@ -65,7 +65,8 @@ def test_what_transformers_might_change_is_left_to_it(smollm2, tmp_path, change)
 
 def test_the_default_model_completes_a_prompt_without_transformers(smollm2):
     program = (
-        "import sys; from flyweight import LLM; llm = LLM(sys.argv[1], max_model_len=64, device='cpu');"
+        "import sys; from flyweight import LLM; llm = LLM(sys.argv[1], max_model_len=64, "
+        "device='cpu');"
         "llm.generate('One, two,', max_tokens=2); print('transformers' in sys.modules)"
     )
     answer = subprocess.run(

@@ -24,7 +24,11 @@ def logits(folder, **options):
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()(TOKENS).logits
+        return (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+            .eval()(TOKENS)
+            .logits
+        )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -34,7 +38,10 @@ def test_a_converted_model_computes_what_the_original_does(tmp_path, family, tie
     path = write_gguf(tmp_path / "model.gguf", model)
     folder = convert(path, tmp_path / "out", dtype=torch.float32)
     checkpoint = Checkpoint(folder)
-    assert checkpoint.config["tie_word_embeddings"] is tied and checkpoint.has("lm_head.weight") is not tied
+    assert (
+        checkpoint.config["tie_word_embeddings"] is tied
+        and checkpoint.has("lm_head.weight") is not tied
+    )
     assert checkpoint.config["model_type"] == family
     for name, tensor in model.state_dict().items():
         if not (tied and name == "lm_head.weight"):
@@ -46,7 +53,9 @@ def test_a_converted_model_computes_what_the_original_does(tmp_path, family, tie
 
 def test_llama_with_biases_turns_their_rows_back_too(tmp_path):
     model = tiny_model("llama", attention_bias=True)
-    checkpoint = Checkpoint(convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out", dtype=torch.float32))
+    checkpoint = Checkpoint(
+        convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out", dtype=torch.float32)
+    )
     assert checkpoint.config["attention_bias"] is True
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
@@ -55,7 +64,9 @@ def test_llama_with_biases_turns_their_rows_back_too(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_quantized_file_gives_the_values_that_transformers_reads_from_it(tmp_path, family):
-    model = tiny_model(family, head_dim=128 if family == "qwen3" else 32)  # transformers knows no other size in Qwen3 files
+    model = tiny_model(
+        family, head_dim=128 if family == "qwen3" else 32
+    )  # transformers knows no other size in Qwen3 files
     path = write_gguf(tmp_path / "model.gguf", model, quantize=gguf.GGMLQuantizationType.Q8_0)
     folder = convert(path, tmp_path / "out", dtype=torch.float32)
     assert torch.allclose(logits(folder), logits(tmp_path, gguf_file="model.gguf"), atol=1e-4)
@@ -63,7 +74,10 @@ def test_a_quantized_file_gives_the_values_that_transformers_reads_from_it(tmp_p
 
 def test_float16_is_the_default_and_half_the_size(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"))
-    half, full = Checkpoint(convert(path, tmp_path / "half")), Checkpoint(convert(path, tmp_path / "full", dtype=torch.float32))
+    half, full = (
+        Checkpoint(convert(path, tmp_path / "half")),
+        Checkpoint(convert(path, tmp_path / "full", dtype=torch.float32)),
+    )
     assert half.nbytes * 2 == full.nbytes and half.config["torch_dtype"] == "float16"
     for name in full.names():
         assert torch.equal(half.tensor(name), full.tensor(name).half())
@@ -72,31 +86,60 @@ def test_float16_is_the_default_and_half_the_size(tmp_path):
 def test_config_takes_its_numbers_from_the_metadata(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3", rope_theta=5e5))
     config = Checkpoint(convert(path, tmp_path / "out")).config
-    wanted = dict(hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
-                  head_dim=32, vocab_size=265, max_position_embeddings=128, rms_norm_eps=1e-5, rope_theta=5e5, bos_token_id=1,
-                  eos_token_id=0)
+    wanted = dict(
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=265,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
     assert {key: config[key] for key in wanted} == wanted
 
 
 def test_sampling_and_end_of_turn_go_to_the_generation_config(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), tokenizer__ggml__eot_token_id=1, general__sampling__temp=0.5,
-                      general__sampling__top_k=20)
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        tiny_model("llama"),
+        tokenizer__ggml__eot_token_id=1,
+        general__sampling__temp=0.5,
+        general__sampling__top_k=20,
+    )
     assert Checkpoint(convert(path, tmp_path / "out")).generation_config == {
-        "bos_token_id": 1, "eos_token_id": [0, 1], "temperature": 0.5, "top_k": 20, "do_sample": True}
+        "bos_token_id": 1,
+        "eos_token_id": [0, 1],
+        "temperature": 0.5,
+        "top_k": 20,
+        "do_sample": True,
+    }
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_rope_scaling_is_kept(tmp_path, kind):
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), llama__rope__scaling__type=kind,
-                      llama__rope__scaling__factor=4.0, llama__rope__scaling__original_context_length=32)
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        tiny_model("llama"),
+        llama__rope__scaling__type=kind,
+        llama__rope__scaling__factor=4.0,
+        llama__rope__scaling__original_context_length=32,
+    )
     assert Checkpoint(convert(path, tmp_path / "out")).config["rope_scaling"] == {
-        "rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32}
+        "rope_type": kind,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
 
 
 def llama3_factors(factor=32.0, theta=10000.0, head_dim=32):
     """As llama.cpp's converter computes them."""
     factors = []
-    for frequency in (1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)):
+    for frequency in 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim):
         wavelength = 2 * math.pi / frequency
         if wavelength < 8192 / 4:
             factors.append(1.0)
@@ -109,23 +152,37 @@ def llama3_factors(factor=32.0, theta=10000.0, head_dim=32):
 
 
 def test_llama3_rope_factors_become_its_settings(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), extra={"rope_freqs.weight": llama3_factors()})
+    path = write_gguf(
+        tmp_path / "model.gguf", tiny_model("llama"), extra={"rope_freqs.weight": llama3_factors()}
+    )
     checkpoint = Checkpoint(convert(path, tmp_path / "out"))
-    assert checkpoint.config["rope_scaling"] == {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
-                                                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert checkpoint.config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     assert not checkpoint.has("rope_freqs.weight")
 
 
 def test_rope_factors_of_another_kind_are_refused(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), extra={"rope_freqs.weight": llama3_factors() * 1.5})
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        tiny_model("llama"),
+        extra={"rope_freqs.weight": llama3_factors() * 1.5},
+    )
     with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight"):
         convert(path, tmp_path / "out")
 
 
-# -- what can be wrong ----------------------------------------------------------------------------------------
+# -- what can be wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["blk.1.attn_k.weight", "output_norm.weight", "blk.0.attn_q_norm.weight", "token_embd.weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["blk.1.attn_k.weight", "output_norm.weight", "blk.0.attn_q_norm.weight", "token_embd.weight"],
+)
 def test_a_missing_tensor_is_named(tmp_path, name):
     path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3"), skip={name})
     with pytest.raises(CheckpointError, match=rf"model\.gguf: tensor '{name}' is missing"):
@@ -139,8 +196,12 @@ def test_a_missing_bias_is_named(tmp_path):
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), skip={"blk.1.ffn_up.weight"},
-                      extra={"blk.1.ffn_up.weight": np.ones((64, 95), np.float32)})
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        tiny_model("llama"),
+        skip={"blk.1.ffn_up.weight"},
+        extra={"blk.1.ffn_up.weight": np.ones((64, 95), np.float32)},
+    )
     with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight.*\[64, 95\].*\[64, 96\]"):
         convert(path, tmp_path / "out")
 
@@ -179,14 +240,18 @@ def test_another_kind_of_file_is_refused(tmp_path):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("mamba", ""), ("gemma4", "; the nearest that is: gemma3")])
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("mamba", ""), ("gemma4", "; the nearest that is: gemma3")]
+)
 def test_an_unknown_architecture_is_named(tmp_path, name, nearest):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedError, match=f"architecture '{name}' is not supported{nearest}; known: llama"):
+    with pytest.raises(
+        UnsupportedError, match=f"architecture '{name}' is not supported{nearest}; known: llama"
+    ):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
@@ -211,7 +276,10 @@ def test_a_number_that_is_none_is_named(tmp_path):
         convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out")
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(place=st.integers(0, 7000), value=st.integers(0, 255))
 def test_one_wrong_byte_is_a_clear_error_or_harmless(tmp_path, whole_file, place, value):
     damaged = bytearray(whole_file)
@@ -224,7 +292,9 @@ def test_one_wrong_byte_is_a_clear_error_or_harmless(tmp_path, whole_file, place
 @pytest.fixture(scope="module")
 def whole_file(tmp_path_factory):
     """7 kB of metadata, then the tensors."""
-    return write_gguf(tmp_path_factory.mktemp("whole") / "model.gguf", tiny_model("qwen2", num_hidden_layers=1)).read_bytes()
+    return write_gguf(
+        tmp_path_factory.mktemp("whole") / "model.gguf", tiny_model("qwen2", num_hidden_layers=1)
+    ).read_bytes()
 
 
 def test_one_part_of_a_split_file_is_refused(tmp_path):
@@ -233,7 +303,7 @@ def test_one_part_of_a_split_file_is_refused(tmp_path):
         convert(path, tmp_path / "out")
 
 
-# -- the default model ----------------------------------------------------------------------------------------
+# -- the default model -----------------------------------------------------------------------------
 
 
 def test_the_default_model_knows_the_capital_of_france(smollm2):
@@ -259,21 +329,44 @@ def array(kind, count, data=b""):
     return struct.pack("<IQ", kind, count) + data
 
 
-@pytest.mark.parametrize(("data", "claim"), [
-    (header(("tokenizer.ggml.scores", 9, array(6, 2**40))), "arrays of 1,099,511,627,776 entries"),
-    (header(("tokenizer.ggml.scores", 9, array(6, 1_000_000))), "something of 4,000,000 bytes"),
-    (header(("tokenizer.ggml.tokens", 9, array(8, 1_000_000))), "1,000,000 array entries"),
-    (header(("a", 9, functools.reduce(lambda inner, _: array(9, 1, inner), range(5), array(4, 0)))), "arrays within arrays"),
-    (header(("a", 8, struct.pack("<Q", 2**62))), "a string of 4,611,686,018,427,387,904 bytes"),
-    (header(("a", 8, struct.pack("<Q", 1000))), "something of 1,000 bytes"),
-    (header(("a", 99, b"")), "a value of unknown type 99"), (header(count=2**60), "1,152,921,504,606,846,976 metadata fields"),
-    (header(tensors=2**60), "1,152,921,504,606,846,976 tensors"),
-    (header(tensors=1) + struct.pack("<QI", 0, 2**31) + bytes(64), "a tensor of 2147483648 dimensions"),
-], ids=range(10))
+@pytest.mark.parametrize(
+    ("data", "claim"),
+    [
+        (
+            header(("tokenizer.ggml.scores", 9, array(6, 2**40))),
+            "arrays of 1,099,511,627,776 entries",
+        ),
+        (header(("tokenizer.ggml.scores", 9, array(6, 1_000_000))), "something of 4,000,000 bytes"),
+        (header(("tokenizer.ggml.tokens", 9, array(8, 1_000_000))), "1,000,000 array entries"),
+        (
+            header(
+                (
+                    "a",
+                    9,
+                    functools.reduce(lambda inner, _: array(9, 1, inner), range(5), array(4, 0)),
+                )
+            ),
+            "arrays within arrays",
+        ),
+        (header(("a", 8, struct.pack("<Q", 2**62))), "a string of 4,611,686,018,427,387,904 bytes"),
+        (header(("a", 8, struct.pack("<Q", 1000))), "something of 1,000 bytes"),
+        (header(("a", 99, b"")), "a value of unknown type 99"),
+        (header(count=2**60), "1,152,921,504,606,846,976 metadata fields"),
+        (header(tensors=2**60), "1,152,921,504,606,846,976 tensors"),
+        (
+            header(tensors=1) + struct.pack("<QI", 0, 2**31) + bytes(64),
+            "a tensor of 2147483648 dimensions",
+        ),
+    ],
+    ids=range(10),
+)
 def test_a_header_may_not_claim_more_than_the_file_holds(tmp_path, data, claim):
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=re.escape(f"truncated or damaged GGUF file: its header claims {claim}")):
+    with pytest.raises(
+        CheckpointError,
+        match=re.escape(f"truncated or damaged GGUF file: its header claims {claim}"),
+    ):
         GGUF(path)
 
 

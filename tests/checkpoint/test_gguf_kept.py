@@ -38,12 +38,19 @@ def test_every_type_means_exactly_what_the_gguf_package_says(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_a_file_is_run_in_its_own_bits(tmp_path, cache, name):
     """Weights are those that a float32 folder of the file has, and nothing is written out."""
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama", tied=False), quantize=Types[name])
+    path = write_gguf(
+        tmp_path / "model.gguf", tiny_model("llama", tied=False), quantize=Types[name]
+    )
     checkpoint = Checkpoint(resolve(path))
     exact = Checkpoint(resolve(path, dtype="float32"))
     assert checkpoint.format.name == "gguf" and not list((cache / "gguf").rglob("*.safetensors"))
-    for prefix in ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj", "model.layers.0.mlp.down_proj",
-                   "lm_head", "model.embed_tokens"):
+    for prefix in (
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.k_proj",
+        "model.layers.0.mlp.down_proj",
+        "lm_head",
+        "model.embed_tokens",
+    ):
         weight = checkpoint.linear(prefix)
         assert not isinstance(weight, Plain) and weight.bits_per_weight < 9
         assert torch.equal(weight.dequantize(), exact.tensor(f"{prefix}.weight")), prefix
@@ -56,7 +63,12 @@ def test_q4_0_and_q8_0_are_integers_that_every_kernel_knows(tmp_path):
         path = write_gguf(tmp_path / f"{name}.gguf", tiny_model("qwen2"), quantize=Types[name])
         weight = Checkpoint(resolve(path)).linear("model.layers.0.mlp.up_proj")
         assert isinstance(weight, IntGroup)
-        assert (weight.bits, weight.group_size, weight.zeros, weight.scales.dtype) == (bits, 32, None, torch.float16)
+        assert (weight.bits, weight.group_size, weight.zeros, weight.scales.dtype) == (
+            bits,
+            32,
+            None,
+            torch.float16,
+        )
 
 
 @pytest.mark.parametrize(("name", "tied"), [("Q4_1", True), ("Q5_0", False), ("Q8_0", True)])
@@ -68,17 +80,28 @@ def test_the_native_kernels_answer_as_transformers_does(tmp_path, name, tied):
 
     if library.why_not():
         pytest.skip(library.why_not())
-    model = tiny_model("llama", tied=tied, hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2)
+    model = tiny_model(
+        "llama",
+        tied=tied,
+        hidden_size=256,
+        intermediate_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
     path = write_gguf(tmp_path / "model.gguf", model, quantize=Types[name])
     checkpoint = Checkpoint(resolve(path))
     decoder = native.load(checkpoint, exact=True)
     stored = sum(entry.nbytes for entry in checkpoint.entries.values() if len(entry.shape) == 2)
     assert decoder.nbytes <= 1.03 * stored  # in memory as on disk
     tokens = torch.arange(2, 40)
-    reference = AutoModelForCausalLM.from_pretrained(resolve(path, dtype="float32"), dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        resolve(path, dtype="float32"), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         expected = reference(tokens[None]).logits[0]
-    assert torch.allclose(whole_prompt(decoder, tokens), expected, atol=1e-4 * float(expected.abs().max()))
+    assert torch.allclose(
+        whole_prompt(decoder, tokens), expected, atol=1e-4 * float(expected.abs().max())
+    )
 
 
 def whole_prompt(decoder, tokens):
@@ -86,11 +109,23 @@ def whole_prompt(decoder, tokens):
 
     config = decoder.config
     count = len(tokens)
-    pages = [KVStorage(torch.zeros(4, 16, config.kv_heads, config.head_dim), torch.zeros(4, 16, config.kv_heads, config.head_dim))
-             for _ in range(config.layers)]
+    pages = [
+        KVStorage(
+            torch.zeros(4, 16, config.kv_heads, config.head_dim),
+            torch.zeros(4, 16, config.kv_heads, config.head_dim),
+        )
+        for _ in range(config.layers)
+    ]
     places = torch.arange(count)
-    batch = Batch(tokens=tokens, positions=places, slots=places, block_tables=torch.arange(4, dtype=torch.int32)[None],
-                  query_starts=[0, count], kv_lengths=[count], output_rows=places)
+    batch = Batch(
+        tokens=tokens,
+        positions=places,
+        slots=places,
+        block_tables=torch.arange(4, dtype=torch.int32)[None],
+        query_starts=[0, count],
+        kv_lengths=[count],
+        output_rows=places,
+    )
     return decoder.forward(batch, pages)
 
 
@@ -114,7 +149,7 @@ def test_integers_of_a_gguf_go_into_other_formats_without_loss(tmp_path):
     packed.linear("model.layers.1.mlp.up_proj")
 
 
-# -- several files ---------------------------------------------------------------------------------------------
+# -- several files ---------------------------------------------------------------------------------
 
 
 def split(path, folder, count=3):
@@ -129,7 +164,9 @@ def split(path, folder, count=3):
         for name, field in reader.fields.items() if number == 0 else ():
             if not name.startswith("GGUF.") and name != "general.architecture":
                 kind, *inner = field.types
-                writer.add_key_value(name, field.contents(), kind, sub_type=inner[0] if inner else None)
+                writer.add_key_value(
+                    name, field.contents(), kind, sub_type=inner[0] if inner else None
+                )
         for tensor in reader.tensors[number::count]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()
@@ -142,7 +179,9 @@ def split(path, folder, count=3):
 def test_a_folder_of_parts_is_one_model(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), quantize=Types.Q8_0)
     folder = split(path, tmp_path / "parts")
-    assert [part.name for part in parts_of(folder / "model-00002-of-00003.gguf")] == sorted(p.name for p in folder.iterdir())
+    assert [part.name for part in parts_of(folder / "model-00002-of-00003.gguf")] == sorted(
+        p.name for p in folder.iterdir()
+    )
     whole, parts = Checkpoint(resolve(path)), Checkpoint(resolve(folder))
     assert set(parts.names()) == set(whole.names()) and len(parts.files) == 3
     for name in whole.names():
@@ -153,7 +192,9 @@ def test_a_folder_of_parts_is_one_model(tmp_path):
 def test_a_missing_part_is_named(tmp_path):
     folder = split(write_gguf(tmp_path / "model.gguf", tiny_model("llama")), tmp_path / "parts")
     (folder / "model-00002-of-00003.gguf").unlink()
-    with pytest.raises(CheckpointError, match=r"one of 3 parts, of which model-00002-of-00003\.gguf is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"one of 3 parts, of which model-00002-of-00003\.gguf is missing"
+    ):
         resolve(folder)
 
 
@@ -166,7 +207,7 @@ def test_of_several_models_in_a_folder_one_must_be_named(tmp_path):
     assert Checkpoint(resolve(tmp_path / "two" / "b.gguf")).has("model.norm.weight")
 
 
-# -- faults ----------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def test_scales_that_are_no_numbers_are_refused(tmp_path):

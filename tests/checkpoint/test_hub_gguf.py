@@ -1,4 +1,5 @@
-"""`owner/name:Q4_K_M`: one GGUF file out of a hub repository, here a folder that the hub library is made to take for one."""
+"""`owner/name:Q4_K_M`: one GGUF file out of a hub repository, here a folder that the hub library is
+made to take for one."""
 
 import fnmatch
 import shutil
@@ -20,7 +21,11 @@ class Hub:
 
     @property
     def files(self):
-        return [str(path.relative_to(self.root)) for path in sorted(self.root.rglob("*")) if path.is_file()]
+        return [
+            str(path.relative_to(self.root))
+            for path in sorted(self.root.rglob("*"))
+            if path.is_file()
+        ]
 
     def list_repo_files(self, repository):
         if repository != "owner/name":
@@ -45,7 +50,12 @@ def server(tmp_path, monkeypatch):
     (root / "deep").mkdir(parents=True)
     write_gguf(root / "Name-Q4_0.gguf", tiny_model("llama"), quantize=GGMLQuantizationType.Q4_0)
     write_gguf(root / "name.q8_0.gguf", tiny_model("llama"), quantize=GGMLQuantizationType.Q8_0)
-    for name in ("README.md", "mmproj-Q8_0.gguf", "deep/Name-Q5_K_M-00001-of-00002.gguf", "deep/Name-Q5_K_M-00002-of-00002.gguf"):
+    for name in (
+        "README.md",
+        "mmproj-Q8_0.gguf",
+        "deep/Name-Q5_K_M-00001-of-00002.gguf",
+        "deep/Name-Q5_K_M-00002-of-00002.gguf",
+    ):
         (root / name).write_text("")
     fake = Hub(root, tmp_path / "hub")
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
@@ -55,7 +65,10 @@ def server(tmp_path, monkeypatch):
     return fake
 
 
-@pytest.mark.parametrize(("wanted", "file", "kind"), [("Q4_0", "Name-Q4_0.gguf", "Q4_0"), ("q8_0", "name.q8_0.gguf", "Q8_0")])
+@pytest.mark.parametrize(
+    ("wanted", "file", "kind"),
+    [("Q4_0", "Name-Q4_0.gguf", "Q4_0"), ("q8_0", "name.q8_0.gguf", "Q8_0")],
+)
 def test_the_file_that_was_asked_for_is_fetched_alone_and_kept(server, wanted, file, kind):
     folder = hub.resolve(f"owner/name:{wanted}")
     checkpoint = Checkpoint(folder)
@@ -77,7 +90,9 @@ def test_a_repository_that_is_not_there_is_one_clear_line(server):
 
 def test_all_parts_of_a_split_file_are_chosen(server):
     names = [name for name in server.files if name.endswith(".gguf")]
-    assert hub.choose_gguf("owner/name", names, "Q5_K_M") == [name for name in names if "Q5_K_M" in name]
+    assert hub.choose_gguf("owner/name", names, "Q5_K_M") == [
+        name for name in names if "Q5_K_M" in name
+    ]
 
 
 def test_a_repository_without_gguf_says_so():

@@ -19,7 +19,10 @@ PREFIX = "model.layers.0.self_attn.q_proj"
 @pytest.fixture
 def folder(tmp_path):
     """One shard with two tensors."""
-    tensors = {f"{PREFIX}.weight": torch.randn(8, 4), "model.norm.weight": torch.ones(4, dtype=torch.bfloat16)}
+    tensors = {
+        f"{PREFIX}.weight": torch.randn(8, 4),
+        "model.norm.weight": torch.ones(4, dtype=torch.bfloat16),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path
@@ -31,7 +34,13 @@ def sharded(tmp_path):
     save_file({"a.weight": torch.randn(2, 2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b.weight": torch.randn(2, 2)}, tmp_path / "model-00002-of-00002.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    write_index(tmp_path, {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"})
+    write_index(
+        tmp_path,
+        {
+            "a.weight": "model-00001-of-00002.safetensors",
+            "b.weight": "model-00002-of-00002.safetensors",
+        },
+    )
     return tmp_path
 
 
@@ -79,7 +88,10 @@ def test_shards_are_joined_by_the_index(sharded):
     checkpoint = Checkpoint(sharded)
     assert checkpoint.names() == ["a.weight", "b.weight"]
     assert checkpoint.nbytes == 32
-    assert [file.name for file in checkpoint.files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [file.name for file in checkpoint.files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
 
 
 def test_files_beside_the_index_are_not_read(sharded):
@@ -98,16 +110,25 @@ def test_the_hash_depends_on_every_weight_and_on_nothing_else(sharded):
 def test_unused_tensors_are_named_with_a_guess(folder):
     checkpoint = Checkpoint(folder)
     checkpoint.tensor("model.norm.weight")
-    with pytest.raises(CheckpointError, match=rf"model.safetensors: without a place.*{PREFIX}.weight.*num_hidden_layers"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"model.safetensors: without a place.*{PREFIX}.weight.*num_hidden_layers",
+    ):
         checkpoint.check_used()
     checkpoint.check_used(ignore=["*.q_proj.*"])
 
 
-@pytest.mark.parametrize(("name", "guess"), [
-    ("model.layers.0.mlp.up_proj.qweight", "quantization_config"), ("model.layers.0.mlp.up_proj.bias", "a bias"),
-    ("model.layers.0.mlp.experts.3.up_proj.weight", "mixture-of-experts"), ("visual.blocks.0.weight", "vision"),
-    ("base.lora_A.weight", "adapter"), ("something.weight", "not a part"),
-])
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("model.layers.0.mlp.up_proj.qweight", "quantization_config"),
+        ("model.layers.0.mlp.up_proj.bias", "a bias"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "mixture-of-experts"),
+        ("visual.blocks.0.weight", "vision"),
+        ("base.lora_A.weight", "adapter"),
+        ("something.weight", "not a part"),
+    ],
+)
 def test_the_guess_fits_the_tensor(tmp_path, name, guess):
     save_file({name: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -116,12 +137,15 @@ def test_the_guess_fits_the_tensor(tmp_path, name, guess):
 
 
 def test_rope_tables_of_old_exports_may_stay_unused(tmp_path):
-    save_file({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}, tmp_path / "model.safetensors")
+    save_file(
+        {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text("{}")
     Checkpoint(tmp_path).check_used()
 
 
-# -- what can be wrong ----------------------------------------------------------------------------------------
+# -- what can be wrong -----------------------------------------------------------------------------
 
 
 def test_missing_folder(tmp_path):
@@ -152,14 +176,27 @@ def test_shard_cut_within_its_header(folder, keep):
     fails(folder, "model.safetensors", "truncated")
 
 
-@pytest.mark.parametrize("header", [b"{not json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"\xff\xfe" * 20, b"[" * 99_999,
-                                    b'{"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}'])
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{not json",
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32"}}',
+        b"\xff\xfe" * 20,
+        b"[" * 99_999,
+        b'{"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}',
+    ],
+)
 def test_bad_header(folder, header):
     write_raw(folder / "model.safetensors", header, b"\0" * 64)
     fails(folder, "model.safetensors", "header")
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(place=st.integers(0, 200), value=st.integers(0, 255))
 def test_one_wrong_byte_is_a_clear_error_or_harmless(folder, place, value):
     data = bytearray((folder / "model.safetensors").read_bytes())
@@ -170,11 +207,16 @@ def test_one_wrong_byte_is_a_clear_error_or_harmless(folder, place, value):
     with contextlib.suppress(CheckpointError):
         checkpoint = Checkpoint(folder / "damaged")
         assert {name: tuple(checkpoint.tensor(name).shape) for name in checkpoint.names()} == {
-            name: checkpoint.shape(name) for name in checkpoint.names()}
+            name: checkpoint.shape(name) for name in checkpoint.names()
+        }
 
 
 def test_shape_that_does_not_fit_its_bytes(folder):
-    write_raw(folder / "model.safetensors", {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}, b"\0" * 4)
+    write_raw(
+        folder / "model.safetensors",
+        {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}},
+        b"\0" * 4,
+    )
     fails(folder, "model.safetensors", "damaged")
 
 
@@ -185,7 +227,11 @@ def test_a_huge_shape_allocates_nothing(folder):
 
 
 def test_unknown_dtype(folder):
-    write_raw(folder / "model.safetensors", {"a": {"dtype": "F7", "shape": [1], "data_offsets": [0, 1]}}, b"\0")
+    write_raw(
+        folder / "model.safetensors",
+        {"a": {"dtype": "F7", "shape": [1], "data_offsets": [0, 1]}},
+        b"\0",
+    )
     fails(folder, "model.safetensors", "damaged")
 
 
@@ -199,19 +245,26 @@ def test_nan_and_infinity(folder, value, dtype):
 
 
 def test_nan_in_float8(folder):
-    save_file({"bad.weight": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    save_file(
+        {"bad.weight": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)},
+        folder / "model.safetensors",
+    )
     fails(folder, "'bad.weight'", "NaN")
 
 
 def test_wrong_shape_names_both(folder):
     checkpoint = Checkpoint(folder)
-    with pytest.raises(CheckpointError, match=r"model.safetensors.*'model.norm.weight'.*\[4\].*\[6\]"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors.*'model.norm.weight'.*\[4\].*\[6\]"
+    ):
         checkpoint.expect("model.norm.weight", (6,))
     assert checkpoint.expect("model.norm.weight", (4,)).shape == (4,)
 
 
 def test_missing_tensor_names_the_nearest(folder):
-    with pytest.raises(CheckpointError, match=r"'model.norms.weight' is missing.*'model.norm.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"'model.norms.weight' is missing.*'model.norm.weight'"
+    ):
         Checkpoint(folder).tensor("model.norms.weight")
 
 
@@ -228,16 +281,32 @@ def test_index_with_a_missing_shard(sharded):
 
 
 def test_index_that_names_a_tensor_no_shard_has(sharded):
-    write_index(sharded, {"a.weight": "model-00001-of-00002.safetensors", "c.weight": "model-00002-of-00002.safetensors"})
+    write_index(
+        sharded,
+        {
+            "a.weight": "model-00001-of-00002.safetensors",
+            "c.weight": "model-00002-of-00002.safetensors",
+        },
+    )
     fails(sharded, "index.json", "'c.weight'", "model-00002-of-00002.safetensors")
 
 
 def test_tensor_in_two_shards(sharded):
-    save_file({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(2, 2)}, sharded / "model-00002-of-00002.safetensors")
-    fails(sharded, "model-00002-of-00002.safetensors", "'a.weight'", "also in model-00001-of-00002.safetensors")
+    save_file(
+        {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(2, 2)},
+        sharded / "model-00002-of-00002.safetensors",
+    )
+    fails(
+        sharded,
+        "model-00002-of-00002.safetensors",
+        "'a.weight'",
+        "also in model-00001-of-00002.safetensors",
+    )
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize(
+    "content", ["{", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}']
+)
 def test_bad_index(sharded, content):
     (sharded / "model.safetensors.index.json").write_text(content)
     fails(sharded, "model.safetensors.index.json")
@@ -260,7 +329,9 @@ def test_folder_without_weights(folder):
 
 
 def test_quantized_tensors_without_a_config_are_an_error(folder):
-    save_file({f"{PREFIX}.weight": torch.zeros(8, 4, dtype=torch.int8)}, folder / "model.safetensors")
+    save_file(
+        {f"{PREFIX}.weight": torch.zeros(8, 4, dtype=torch.int8)}, folder / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"q_proj\.weight.*quantization_config"):
         Checkpoint(folder).linear(PREFIX)
 
@@ -272,8 +343,12 @@ def test_an_unknown_quantization_method_is_an_error(folder):
 
 
 def test_code_that_comes_with_a_model_is_never_run(folder):
-    (folder / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')
-    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')
+    (folder / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}'
+    )
+    (folder / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}'
+    )
     (folder / "evil.py").write_text("raise SystemExit('it ran')")
     checkpoint = Checkpoint(folder)
     assert checkpoint.tensor("model.norm.weight").shape == (4,)
@@ -293,7 +368,9 @@ def test_generation_config_is_read_where_there_is_one(folder):
     assert Checkpoint(folder).generation_config == {"temperature": 0.6}
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+)
 def test_a_pipe_in_the_folder_is_named_and_never_opened(folder, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)

@@ -31,7 +31,9 @@ def contents(folder):
 def test_what_is_written_is_what_is_read(tmp_path):
     checkpoint = Checkpoint(write(tmp_path / "out"))
     assert checkpoint.config == CONFIG
-    assert [file.name for file in checkpoint.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [file.name for file in checkpoint.files] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
     for name, tensor in tensors().items():
         assert torch.equal(checkpoint.tensor(name), tensor)
     checkpoint.check_used()
@@ -55,19 +57,41 @@ def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path):
 def test_tensors_that_share_memory_or_are_not_contiguous_are_stored_apart(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     with CheckpointWriter(tmp_path / "out") as writer:
-        for name, tensor in {"whole": base, "same": base, "rows": base[1:], "turned": base.T, "part": base[:, :2]}.items():
+        for name, tensor in {
+            "whole": base,
+            "same": base,
+            "rows": base[1:],
+            "turned": base.T,
+            "part": base[:, :2],
+        }.items():
             writer.add(name, tensor)
         writer.finish(CONFIG)
     checkpoint = Checkpoint(tmp_path / "out")
-    assert torch.equal(checkpoint.tensor("turned"), base.T) and torch.equal(checkpoint.tensor("same"), base)
-    assert torch.equal(checkpoint.tensor("part"), base[:, :2]) and torch.equal(checkpoint.tensor("rows"), base[1:])
+    assert torch.equal(checkpoint.tensor("turned"), base.T) and torch.equal(
+        checkpoint.tensor("same"), base
+    )
+    assert torch.equal(checkpoint.tensor("part"), base[:, :2]) and torch.equal(
+        checkpoint.tensor("rows"), base[1:]
+    )
 
 
 def test_tokenizer_and_generation_config_are_carried_along_and_pickles_are_not(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    carried = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE"}
-    for name in (*carried, "pytorch_model.bin", "model.safetensors", "modeling_own.py", "config.json"):
+    carried = {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+    }
+    for name in (
+        *carried,
+        "pytorch_model.bin",
+        "model.safetensors",
+        "modeling_own.py",
+        "config.json",
+    ):
         (source / name).write_text("{}")
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("a", torch.zeros(1))
@@ -131,7 +155,9 @@ def killed_after(target, count, **options):
     """A process that adds `count` tensors and dies at once, as by `kill -9`."""
     child = os.fork()
     if child == 0:
-        signal.alarm(120)  # a lock that another thread held when this process was copied is never released
+        signal.alarm(
+            120
+        )  # a lock that another thread held when this process was copied is never released
         try:
             writer = CheckpointWriter(target, 1000, **options)
             for name, tensor in list(tensors().items())[:count]:
@@ -149,7 +175,9 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, count):
     with CheckpointWriter(tmp_path / "out", 1000, resume=True) as writer:
         assert len(writer.finished) == max(count - 1, 0) // 2 * 2  # whole shards of two
         for name, tensor in tensors().items():
-            writer.add(name, torch.full_like(tensor, float("nan")) if name in writer.finished else tensor)
+            writer.add(
+                name, torch.full_like(tensor, float("nan")) if name in writer.finished else tensor
+            )
         writer.finish(CONFIG)
     assert contents(tmp_path / "out") == contents(write(tmp_path / "straight"))
     assert not (tmp_path / ".out.partial").exists()
@@ -161,7 +189,10 @@ def test_a_killed_run_starts_over_without_resume(tmp_path):
 
 
 def test_flush_makes_what_was_added_safe(tmp_path):
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", resume=True) as writer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        CheckpointWriter(tmp_path / "out", resume=True) as writer,
+    ):
         writer.add("a", torch.zeros(1))
         writer.flush()
         writer.add("b", torch.zeros(1))
@@ -171,7 +202,10 @@ def test_flush_makes_what_was_added_safe(tmp_path):
 
 
 def test_a_run_killed_while_finishing_resumes(tmp_path):
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", 1000, resume=True, fingerprint="x") as writer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        CheckpointWriter(tmp_path / "out", 1000, resume=True, fingerprint="x") as writer,
+    ):
         for name, tensor in tensors().items():
             writer.add(name, tensor)
         writer.flush()
@@ -190,7 +224,10 @@ def test_work_of_another_recipe_is_not_continued(tmp_path):
 
 
 def test_two_writers_of_one_folder_do_not_mix(tmp_path):
-    with CheckpointWriter(tmp_path / "out", resume=True), pytest.raises(ResourceError, match="another process"):
+    with (
+        CheckpointWriter(tmp_path / "out", resume=True),
+        pytest.raises(ResourceError, match="another process"),
+    ):
         CheckpointWriter(tmp_path / "out", resume=True)
 
 
@@ -200,11 +237,15 @@ def test_a_full_disk_is_one_clear_line_and_loses_nothing(tmp_path):
     before = contents(tmp_path / "out")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with pytest.raises(ResourceError, match=r"cannot write model-00002.safetensors") as caught, \
-                CheckpointWriter(tmp_path / "out", overwrite=True, resume=True) as writer:
+        with (
+            pytest.raises(ResourceError, match=r"cannot write model-00002.safetensors") as caught,
+            CheckpointWriter(tmp_path / "out", overwrite=True, resume=True) as writer,
+        ):
             writer.add("small", torch.zeros(10))
             writer.flush()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # the second shard does not fit
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (2000, limits[1])
+            )  # the second shard does not fit
             writer.add("large", torch.zeros(10_000))
             writer.flush()
     finally:
@@ -226,8 +267,16 @@ def test_transformers_loads_what_is_written(tmp_path):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                                         num_key_value_heads=2, vocab_size=64))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+        )
+    )
     model.save_pretrained(tmp_path / "source")
     source = Checkpoint(tmp_path / "source")
     with CheckpointWriter(tmp_path / "out", 20_000) as writer:
@@ -237,12 +286,16 @@ def test_transformers_loads_what_is_written(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.arange(10)[None]
     assert len(Checkpoint(tmp_path / "out").files) > 1
-    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert all(
+        torch.equal(weight, loaded.state_dict()[name])
+        for name, weight in model.state_dict().items()
+    )
     torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits)
 
 
 def leave_previous(target):
-    """What a kill after the second rename of an overwrite leaves: the new folder, and the old one under another name."""
+    """What a kill after the second rename of an overwrite leaves: the new folder, and the old one
+    under another name."""
     old = previous_of(target)
     old.mkdir()
     (old / "config.json").write_text('{"old": true}')
@@ -265,7 +318,9 @@ def test_an_old_folder_is_not_resurrected_when_the_new_one_was_deleted(tmp_path)
     old = leave_previous(target)
     with CheckpointWriter(target) as writer:  # without overwrite: there is nothing
         writer.add("a", torch.ones(2))
-        assert not target.exists() and old.exists(), "nothing is lost before the new one is complete"
+        assert not target.exists() and old.exists(), (
+            "nothing is lost before the new one is complete"
+        )
         writer.finish({"new": True})
     assert json.loads((target / "config.json").read_text()) == {"new": True} and not old.exists()
 
@@ -276,6 +331,8 @@ def test_a_torn_note_of_unfinished_shards_is_one_clear_line(tmp_path):
         writer.add("a", torch.ones(2))
         writer.flush()
     (writer.staging / "resume.json").write_text('{"finger')
-    with pytest.raises(OptionError, match=r"resume\.json: damaged .* run without --resume to start over"):
+    with pytest.raises(
+        OptionError, match=r"resume\.json: damaged .* run without --resume to start over"
+    ):
         CheckpointWriter(target, resume=True)
     CheckpointWriter(target).__exit__(None, None, None)

@@ -12,7 +12,12 @@ from flyweight.errors import CheckpointError
 
 class MemoryCheckpoint:
     def __init__(self, tensors, config=None, folder="memory"):
-        self.tensors, self.config, self.folder, self.used = dict(tensors), config or {}, Path(folder), set()
+        self.tensors, self.config, self.folder, self.used = (
+            dict(tensors),
+            config or {},
+            Path(folder),
+            set(),
+        )
 
     def names(self):
         return list(self.tensors)
@@ -35,7 +40,9 @@ def written(name, tensor, prefix="model.layers.0.mlp.down_proj", **options):
     """The checkpoint that the format `name` writes for one weight."""
     form = formats.named(name)
     parts = {key: value.clone() for key, value in form.write(prefix, tensor).items()}
-    return MemoryCheckpoint(parts, {"quantization_config": form.config({prefix: tensor.to("meta")}, **options)})
+    return MemoryCheckpoint(
+        parts, {"quantization_config": form.config({prefix: tensor.to("meta")}, **options)}
+    )
 
 
 def read(checkpoint, prefix="model.layers.0.mlp.down_proj"):
@@ -44,7 +51,10 @@ def read(checkpoint, prefix="model.layers.0.mlp.down_proj"):
 
 def words(*numbers):
     """Words written as hexadecimal in the tests → int32."""
-    return torch.tensor([number - (1 << 32) if number >= 1 << 31 else number for number in numbers], dtype=torch.int32)
+    return torch.tensor(
+        [number - (1 << 32) if number >= 1 << 31 else number for number in numbers],
+        dtype=torch.int32,
+    )
 
 
 def same(first, second):
@@ -53,7 +63,9 @@ def same(first, second):
     for name, value in first.fields().items():
         other = getattr(second, name)
         if isinstance(value, torch.Tensor):
-            assert value.dtype == other.dtype and torch.equal(value.view(torch.uint8), other.view(torch.uint8)), name
+            assert value.dtype == other.dtype and torch.equal(
+                value.view(torch.uint8), other.view(torch.uint8)
+            ), name
         elif hasattr(value, "fields"):
             same(value, other)
         else:

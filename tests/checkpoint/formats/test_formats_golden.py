@@ -1,4 +1,5 @@
-"""Folders made by other packages (see tests/golden/README.md) read bit for bit as those packages read them."""
+"""Folders made by other packages (see tests/golden/README.md) read bit for bit as those packages
+read them."""
 
 import hashlib
 import json
@@ -24,7 +25,12 @@ def test_golden_folder_reads_bit_for_bit(name):
     expected = json.loads((GOLDEN / name / "weights.json").read_text())["weights"]
     assert set(quantized_modules(checkpoint)) == set(expected)
     for prefix, facts in expected.items():
-        weight = checkpoint.linear(prefix).dequantize(getattr(torch, facts["dtype"])) + 0.0  # −0 is 0
+        weight = (
+            checkpoint.linear(prefix).dequantize(getattr(torch, facts["dtype"])) + 0.0
+        )  # −0 is 0
         assert weight.flatten()[:4].float().tolist() == facts["first"], prefix
-        assert hashlib.sha256(weight.float().contiguous().numpy().tobytes()).hexdigest() == facts["sha256"], prefix
+        assert (
+            hashlib.sha256(weight.float().contiguous().numpy().tobytes()).hexdigest()
+            == facts["sha256"]
+        ), prefix
     checkpoint.check_used()
