@@ -1,4 +1,5 @@
-"""Small models quantized by other packages, and each package's own view of the weights that it wrote.
+"""Small models quantized by other packages, and each package's own view of the weights that it
+wrote.
 
 `MAKERS` are used by the interop tests and, with a smaller model, by `make_golden.py`.
 """
@@ -16,7 +17,12 @@ os.cpu_count = lambda: 4  # GPTQModel 7.7 cannot start its thread pools on a mac
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)  # noqa: E402
 
 VOCABULARY = 256
 
@@ -26,13 +32,27 @@ def save_base(folder: Path, *, dtype: torch.dtype, hidden: int = 128, layers: in
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, head_dim=16,
-                         num_attention_heads=hidden // 16, num_key_value_heads=max(2, hidden // 32), vocab_size=VOCABULARY,
-                         max_position_embeddings=512, tie_word_embeddings=False)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        head_dim=16,
+        num_attention_heads=hidden // 16,
+        num_key_value_heads=max(2, hidden // 32),
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}" if i else "<unk>": i for i in range(VOCABULARY)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {f"w{i}" if i else "<unk>": i for i in range(VOCABULARY)}, unk_token="<unk>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>", eos_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", pad_token="<unk>", eos_token="<unk>"
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -41,7 +61,7 @@ def token_ids(rows: int, length: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-# -- makers: base folder → quantized folder -------------------------------------------------------------------
+# -- makers: base folder → quantized folder --------------------------------------------------------
 
 
 def llm_compressor(base: Path, folder: Path, *, scheme: str | dict, gptq: bool = False) -> Path:
@@ -49,18 +69,43 @@ def llm_compressor(base: Path, folder: Path, *, scheme: str | dict, gptq: bool =
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
-    data = Dataset.from_dict({"input_ids": token_ids(8, 32).tolist(), "attention_mask": [[1] * 32] * 8})
-    options = {"config_groups": {"group_0": scheme}} if isinstance(scheme, dict) else {"targets": "Linear", "scheme": scheme}
+    data = Dataset.from_dict(
+        {"input_ids": token_ids(8, 32).tolist(), "attention_mask": [[1] * 32] * 8}
+    )
+    options = (
+        {"config_groups": {"group_0": scheme}}
+        if isinstance(scheme, dict)
+        else {"targets": "Linear", "scheme": scheme}
+    )
     recipe = (GPTQModifier if gptq else QuantizationModifier)(ignore=["lm_head"], **options)
-    oneshot(model=str(base), dataset=data, recipe=recipe, max_seq_length=32, num_calibration_samples=8, output_dir=str(folder))
+    oneshot(
+        model=str(base),
+        dataset=data,
+        recipe=recipe,
+        max_seq_length=32,
+        num_calibration_samples=8,
+        output_dir=str(folder),
+    )
     return folder
 
 
-def auto_round(base: Path, folder: Path, *, format: str, bits: int = 4, sym: bool = True, group_size: int = 32) -> Path:
+def auto_round(
+    base: Path, folder: Path, *, format: str, bits: int = 4, sym: bool = True, group_size: int = 32
+) -> Path:
     from auto_round import AutoRound
 
-    rounder = AutoRound(str(base), bits=bits, group_size=group_size, sym=sym, iters=0, disable_opt_rtn=True, device_map="cpu",
-                        dataset=[row[None] for row in token_ids(2, 32)], seqlen=32, nsamples=2)
+    rounder = AutoRound(
+        str(base),
+        bits=bits,
+        group_size=group_size,
+        sym=sym,
+        iters=0,
+        disable_opt_rtn=True,
+        device_map="cpu",
+        dataset=[row[None] for row in token_ids(2, 32)],
+        seqlen=32,
+        nsamples=2,
+    )
     rounder.quantize_and_save(str(folder), format=format)
     return next(folder.rglob("config.json")).parent  # it may add a folder of its own
 
@@ -68,7 +113,9 @@ def auto_round(base: Path, folder: Path, *, format: str, bits: int = 4, sym: boo
 def gptqmodel(base: Path, folder: Path, **options) -> Path:
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    rows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in token_ids(64, 32)]
+    rows = [
+        {"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in token_ids(64, 32)
+    ]
     model = GPTQModel.load(str(base), QuantizeConfig(device="cpu", **options))
     model.quantize(rows, batch_size=1)
     model.save(str(folder))
@@ -76,13 +123,29 @@ def gptqmodel(base: Path, folder: Path, **options) -> Path:
 
 
 def integers(bits: int, group_size: int | None, symmetric: bool) -> dict:
-    return {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group_size,
-                                               "strategy": "group" if group_size else "channel"}}
+    return {
+        "targets": ["Linear"],
+        "weights": {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": symmetric,
+            "group_size": group_size,
+            "strategy": "group" if group_size else "channel",
+        },
+    }
 
 
 MAKERS = {  # name → (dtype of the model, maker, its options)
-    "llm-compressor-w4a16": (torch.bfloat16, llm_compressor, {"scheme": integers(4, 32, True), "gptq": True}),
-    "llm-compressor-w4a16-asym": (torch.bfloat16, llm_compressor, {"scheme": integers(4, 32, False), "gptq": True}),
+    "llm-compressor-w4a16": (
+        torch.bfloat16,
+        llm_compressor,
+        {"scheme": integers(4, 32, True), "gptq": True},
+    ),
+    "llm-compressor-w4a16-asym": (
+        torch.bfloat16,
+        llm_compressor,
+        {"scheme": integers(4, 32, False), "gptq": True},
+    ),
     "llm-compressor-w3a16": (torch.bfloat16, llm_compressor, {"scheme": integers(3, 32, False)}),
     "llm-compressor-w8a16": (torch.bfloat16, llm_compressor, {"scheme": integers(8, None, True)}),
     "llm-compressor-w8a8": (torch.bfloat16, llm_compressor, {"scheme": "W8A8"}),
@@ -95,12 +158,31 @@ MAKERS = {  # name → (dtype of the model, maker, its options)
     "auto-round-gptq-3": (torch.float16, auto_round, {"format": "auto_gptq", "bits": 3}),
     "auto-round-gptq-2": (torch.float16, auto_round, {"format": "auto_gptq", "bits": 2}),
     "auto-round-awq": (torch.float16, auto_round, {"format": "auto_awq", "sym": False}),
-    "gptqmodel-gptq": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
-    "gptqmodel-gptq-act-order": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "sym": True, "desc_act": True}),
-    "gptqmodel-gptq-v2": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "sym": False, "desc_act": False,
-                                                      "format": "gptq_v2"}),
-    "gptqmodel-gptq-8": (torch.float16, gptqmodel, {"bits": 8, "group_size": 32, "sym": True, "desc_act": False}),
-    "gptqmodel-awq": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "method": "awq", "format": "gemm"}),
+    "gptqmodel-gptq": (
+        torch.float16,
+        gptqmodel,
+        {"bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+    ),
+    "gptqmodel-gptq-act-order": (
+        torch.float16,
+        gptqmodel,
+        {"bits": 4, "group_size": 32, "sym": True, "desc_act": True},
+    ),
+    "gptqmodel-gptq-v2": (
+        torch.float16,
+        gptqmodel,
+        {"bits": 4, "group_size": 32, "sym": False, "desc_act": False, "format": "gptq_v2"},
+    ),
+    "gptqmodel-gptq-8": (
+        torch.float16,
+        gptqmodel,
+        {"bits": 8, "group_size": 32, "sym": True, "desc_act": False},
+    ),
+    "gptqmodel-awq": (
+        torch.float16,
+        gptqmodel,
+        {"bits": 4, "group_size": 32, "method": "awq", "format": "gemm"},
+    ),
 }
 
 
@@ -109,7 +191,7 @@ def make(name: str, folder: Path, **size: int) -> Path:
     return maker(save_base(folder / "base", dtype=dtype, **size), folder / "quantized", **options)
 
 
-# -- each package's own weights: folder → {module: weight [out, in]} -------------------------------------------
+# -- each package's own weights: folder → {module: weight [out, in]} -------------------------------
 
 
 def own_weights(name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -123,8 +205,11 @@ def own_weights(name: str, folder: Path) -> dict[str, torch.Tensor]:
 
 def compressed_tensors_weights(folder: Path) -> dict[str, torch.Tensor]:
     model = load_compressed(folder)
-    return {prefix: module.weight.data for prefix, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and prefix != "lm_head"}
+    return {
+        prefix: module.weight.data
+        for prefix, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and prefix != "lm_head"
+    }
 
 
 def load_compressed(folder: Path, **options):
@@ -132,12 +217,15 @@ def load_compressed(folder: Path, **options):
     from compressed_tensors.quantization import disable_quantization
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CompressedTensorsConfig(dequantize=True), **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=CompressedTensorsConfig(dequantize=True), **options
+    )
     return model.apply(disable_quantization)
 
 
 def auto_round_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Its own torch layer multiplied with the identity; without g_idx, which it mishandles where outputs exceed inputs."""
+    """Its own torch layer multiplied with the identity; without g_idx, which it mishandles where
+    outputs exceed inputs."""
     import json
 
     from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
@@ -146,7 +234,10 @@ def auto_round_weights(folder: Path) -> dict[str, torch.Tensor]:
     tensors, weights = load_file(folder / "model.safetensors"), {}
     for prefix in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
         parts = {part: tensors[f"{prefix}.{part}"] for part in ("qweight", "qzeros", "scales")}
-        inputs, outputs = parts["qweight"].shape[0] * 32 // settings["bits"], parts["scales"].shape[1]
+        inputs, outputs = (
+            parts["qweight"].shape[0] * 32 // settings["bits"],
+            parts["scales"].shape[1],
+        )
         layer = QuantLinear(settings["bits"], settings["group_size"], inputs, outputs, bias=False)
         layer.load_state_dict(parts)
         weights[prefix] = layer(torch.eye(inputs, dtype=torch.float16)).T
@@ -162,8 +253,17 @@ def gptqmodel_weights(folder: Path, method: str) -> dict[str, torch.Tensor]:
     weights = {}
     for prefix, module in model.named_modules():
         if hasattr(module, "qweight"):
-            weight = module.dequantize_weight() if method == "gptq" else dequantize_gemm(
-                qweight=module.qweight, qzeros=module.qzeros, scales=module.scales, bits=4, group_size=module.group_size)
+            weight = (
+                module.dequantize_weight()
+                if method == "gptq"
+                else dequantize_gemm(
+                    qweight=module.qweight,
+                    qzeros=module.qzeros,
+                    scales=module.scales,
+                    bits=4,
+                    group_size=module.group_size,
+                )
+            )
             weights[prefix] = weight.T
     return weights
 
@@ -183,16 +283,21 @@ def import_vptq():
 def vptq_layer(settings: dict, parts: dict[str, torch.Tensor]):
     """The `vptq` package's own layer with these tensors."""
     VQuantLinear = import_vptq().VQuantLinear
-    layer = VQuantLinear(**settings, dtype=parts["centroids.weight"].dtype, enable_proxy_error=False)
+    layer = VQuantLinear(
+        **settings, dtype=parts["centroids.weight"].dtype, enable_proxy_error=False
+    )
     layer.load_state_dict(parts)
     return layer
 
 
 def gptqmodel_vptq_layer(rows: int, columns: int, **options):
-    """GPTQModel's own layer, filled at random; 5 % of the columns and what the groups leave over are outliers."""
+    """GPTQModel's own layer, filled at random; 5 % of the columns and what the groups leave over
+    are outliers."""
     from gptqmodel.nn_modules.qlinear.vptq_torch import VPTQLinear
 
-    layer = VPTQLinear(bits=2, in_features=columns, out_features=rows, dtype=torch.float32, **options)
+    layer = VPTQLinear(
+        bits=2, in_features=columns, out_features=rows, dtype=torch.float32, **options
+    )
     generator = torch.Generator().manual_seed(2)
     for name, tensor in layer.state_dict().items():
         if tensor.is_floating_point():
@@ -210,6 +315,9 @@ def gptqmodel_vptq_config(layer) -> dict:
     from gptqmodel.quantization.config import VPTQConfig
 
     fields = ("npercent", "vector_lens", "enable_norm", "enable_perm", "group_num")
-    config = VPTQConfig(num_centroids=layer.num_centroids_pair, num_res_centroids=layer.num_res_centroids_pair,
-                        **{name: getattr(layer, name) for name in fields})
+    config = VPTQConfig(
+        num_centroids=layer.num_centroids_pair,
+        num_res_centroids=layer.num_res_centroids_pair,
+        **{name: getattr(layer, name) for name in fields},
+    )
     return config.to_dict()

@@ -8,7 +8,8 @@ xllamacpp = pytest.importorskip("xllamacpp")
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_llama_cpp_opens_our_files_and_answers(kind, smollm2, tmp_path, monkeypatch):
-    """llama.cpp rounds activations, so only the first words are compared: a wrong tokenizer or row order would lose them."""
+    """llama.cpp rounds activations, so only the first words are compared: a wrong tokenizer or row
+    order would lose them."""
     from flyweight import LLM
     from flyweight.checkpoint.gguf_export import export
 
