@@ -2,7 +2,9 @@
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install 'flyweight[serve]'")
+pytest.importorskip(
+    "fastapi", reason="the server's packages are not installed: pip install 'flyweight[serve]'"
+)
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
@@ -17,7 +19,9 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tiny_folder):
-    with serving(tiny_folder, names=("tiny", "little"), max_body=1 << 20, engine={"max_num_seqs": 8}) as running:
+    with serving(
+        tiny_folder, names=("tiny", "little"), max_body=1 << 20, engine={"max_num_seqs": 8}
+    ) as running:
         yield running
 
 

@@ -1,4 +1,5 @@
-"""Connections that are many, slow or silent: each has a limit, and others are served all the while."""
+"""Connections that are many, slow or silent: each has a limit, and others are served all the
+while."""
 
 import json
 import socket
@@ -10,7 +11,9 @@ from tiny_server import DEADLINE, ScriptedEngine, serving, wait_for
 from flyweight.server import connections, gate
 from flyweight.server.connections import ConnectionLimits
 
-pytest.importorskip("httptools", reason="uvicorn's fast protocol is not installed: pip install httptools")
+pytest.importorskip(
+    "httptools", reason="uvicorn's fast protocol is not installed: pip install httptools"
+)
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 
@@ -36,7 +39,9 @@ def nobody_left(server, limits):
 
 
 def connect(server, data=b""):
-    connection = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=DEADLINE)
+    connection = socket.create_connection(
+        ("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=DEADLINE
+    )
     connection.sendall(data)
     return connection
 
@@ -62,11 +67,16 @@ def error(answer):
     return int(head.split()[1]), json.loads(body)["error"]["message"]
 
 
-@pytest.mark.parametrize("data", [b"", b"\r\n", b"POST /v1/comp", REQUEST], ids=["nothing", "a line", "a part", "no end"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\r\n", b"POST /v1/comp", REQUEST], ids=["nothing", "a line", "a part", "no end"]
+)
 def test_a_head_that_does_not_end_in_time_ends_the_connection(server, limits, monkeypatch, data):
     monkeypatch.setattr(limits, "header_seconds", 0.1)
     with connect(server, data) as connection:
-        assert error(read(connection)) == (408, "the request's headers did not arrive within 0.1 seconds")
+        assert error(read(connection)) == (
+            408,
+            "the request's headers did not arrive within 0.1 seconds",
+        )
 
 
 def test_the_next_head_on_the_same_connection_has_its_time_too(server, limits, monkeypatch):
@@ -87,10 +97,15 @@ def test_a_body_that_does_not_arrive_is_refused_and_a_long_one_is_no_head(server
     assert server.post("/v1/completions", prompt="x" * 3000).status_code == 200
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.1)
     with connect(server, REQUEST + b'content-length: 100\r\n\r\n{"prompt"') as connection:
-        assert error(read(connection)) == (408, "the request's body did not arrive within 0.1 seconds")
+        assert error(read(connection)) == (
+            408,
+            "the request's body did not arrive within 0.1 seconds",
+        )
 
 
-def test_the_rest_of_a_body_that_was_refused_is_no_head_and_has_its_time(server, limits, monkeypatch):
+def test_the_rest_of_a_body_that_was_refused_is_no_head_and_has_its_time(
+    server, limits, monkeypatch
+):
     size = server.service.settings.max_body + 100_000
     with connect(server, REQUEST + b"content-length: %d\r\n\r\n" % size) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")
@@ -114,11 +129,15 @@ def test_one_client_cannot_have_all_connections(server, limits):
 
 def test_a_reader_that_has_stopped_reading_is_cut_off(server, limits, monkeypatch):
     monkeypatch.setattr(limits, "stalled_seconds", 0.1)
-    body = json.dumps({"prompt": ScriptedEngine.endless, "stream": True, "max_tokens": 4000}).encode()
+    body = json.dumps(
+        {"prompt": ScriptedEngine.endless, "stream": True, "max_tokens": 4000}
+    ).encode()
     with connect(server, REQUEST + b"content-length: %d\r\n\r\n" % len(body) + body) as connection:
         assert connection.recv(10)
         (protocol,) = server.server.server_state.connections
-        server.server.servers[0].get_loop().call_soon_threadsafe(protocol.pause_writing)  # as when its buffers are full
+        server.server.servers[0].get_loop().call_soon_threadsafe(
+            protocol.pause_writing
+        )  # as when its buffers are full
         wait_for(lambda: not limits.clients, "the end of the connection")
     wait_for(lambda: server.engine.in_flight == 0, "its request to be cancelled")
 
@@ -129,4 +148,8 @@ def test_as_many_connections_as_there_are_descriptors_but_for_a_reserve(monkeypa
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: asked.append(limit))
     found = ConnectionLimits.of_this_process()
-    assert asked == [(4096, 4096)] and found.total == 4096 - connections.RESERVED and found.per_client == found.total // 2
+    assert (
+        asked == [(4096, 4096)]
+        and found.total == 4096 - connections.RESERVED
+        and found.per_client == found.total // 2
+    )

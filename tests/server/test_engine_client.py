@@ -1,4 +1,5 @@
-"""The server's side of its engine: one that hangs, one that cannot be started again, and a socket that never blocks."""
+"""The server's side of its engine: one that hangs, one that cannot be started again, and a socket
+that never blocks."""
 
 import asyncio
 import multiprocessing
@@ -35,7 +36,9 @@ def test_sending_to_an_engine_that_does_not_read_returns_at_once(pipe):
     ours, theirs = pipe
     for key in range(20):
         ours.send((key, b"x" * 200_000))
-    assert [theirs.recv()[0] for _ in range(20)] == list(range(20)), "nothing is lost, and the order is kept"
+    assert [theirs.recv()[0] for _ in range(20)] == list(range(20)), (
+        "nothing is lost, and the order is kept"
+    )
 
 
 def test_half_a_message_is_waited_for_without_blocking(pipe):
@@ -69,7 +72,9 @@ class Failing(EngineClient):
     """One that was ready once, and whose further starts end as `ends` says."""
 
     def __init__(self, *ends):
-        super().__init__("model", {}, max_queue=1, timeout=1, on_change=self.note, on_fatal=self.end)
+        super().__init__(
+            "model", {}, max_queue=1, timeout=1, on_change=self.note, on_fatal=self.end
+        )
         self.state, self.ends, self.events, self.delays = "ready", list(ends), [], []
         self.over = asyncio.Event()
 
@@ -85,7 +90,9 @@ class Failing(EngineClient):
         if isinstance(end, OSError):
             raise end
         self._hear(end)
-        self._failed(f"the engine process ended ({self.complaint})")  # what its closed socket leads to
+        self._failed(
+            f"the engine process ended ({self.complaint})"
+        )  # what its closed socket leads to
 
 
 def run(client_of):
@@ -104,10 +111,17 @@ def test_a_restart_that_fails_is_tried_again_and_then_ends_the_server(monkeypatc
     monkeypatch.setattr(engine_client, "BACK_OFF", (0.0, 0.001, 0.002))
     ends = [OSError(24, "Too many open files"), CannotStart("no memory"), CannotStart("no memory")]
     client, states = run(lambda: Failing(*ends))
-    assert states == {"restarting"} and client.state == "stopped" and not client.available and not client.ends
+    assert (
+        states == {"restarting"}
+        and client.state == "stopped"
+        and not client.available
+        and not client.ends
+    )
     assert [cause for _, cause in client.events] == [
-        "the engine process ended (killed by SIGKILL)", "the engine process cannot be started ([Errno 24] Too many open files)",
-        *["the engine process ended (no memory)"] * 2]
+        "the engine process ended (killed by SIGKILL)",
+        "the engine process cannot be started ([Errno 24] Too many open files)",
+        *["the engine process ended (no memory)"] * 2,
+    ]
     assert str(client.error) == "the engine process ended (no memory), 4 times within 600 seconds"
     assert client.restarts == MOST_DEATHS
 
@@ -120,11 +134,16 @@ def test_a_first_start_that_fails_is_not_tried_again():
         return client
 
     client = asyncio.run(go())
-    assert client.state == "stopped" and "Cannot allocate memory) while it loaded the model" in str(client.error)
+    assert client.state == "stopped" and "Cannot allocate memory) while it loaded the model" in str(
+        client.error
+    )
 
 
 def test_an_engine_that_hangs_is_replaced_and_the_server_answers_all_the_while(tiny_folder):
-    with serving(tiny_folder, max_queue=100, engine={"max_num_seqs": 1}) as running, ThreadPoolExecutor(1) as thread:
+    with (
+        serving(tiny_folder, max_queue=100, engine={"max_num_seqs": 1}) as running,
+        ThreadPoolExecutor(1) as thread,
+    ):
         engine, pid = running.engine, running.engine.facts["pid"]
 
         def ask_standing_engine():
@@ -135,7 +154,9 @@ def test_an_engine_that_hangs_is_replaced_and_the_server_answers_all_the_while(t
 
         short = ask_standing_engine()
         os.kill(pid, signal.SIGCONT)
-        assert short.result().status_code == 200, "what the socket could not hold at once has arrived"
+        assert short.result().status_code == 200, (
+            "what the socket could not hold at once has arrived"
+        )
         waiting = ask_standing_engine()
         for path in ("/health", "/ready", "/metrics"):
             assert running.client.get(path).status_code == 200
@@ -148,7 +169,9 @@ def test_an_engine_that_hangs_is_replaced_and_the_server_answers_all_the_while(t
 
         loop_of(running).call_soon_threadsafe(look)
         answer = waiting.result()
-        assert answer.status_code == 503 and "no sign of life for" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == 503 and "no sign of life for" in answer.json()["error"]["message"]
+        )
         assert running.client.get("/ready").status_code == 503
         wait_for(lambda: engine.state == "ready", "the new engine", seconds=START)
         assert engine.facts["pid"] != pid and not os.path.exists(f"/proc/{pid}")
@@ -177,7 +200,9 @@ class Gathering:
     """A client whose engine is ready, and what it sends."""
 
     def __init__(self, *, in_flight=0, step=512):
-        self.client = EngineClient("none", {}, max_queue=8, timeout=60.0, on_change=print, on_fatal=print)
+        self.client = EngineClient(
+            "none", {}, max_queue=8, timeout=60.0, on_change=print, on_fatal=print
+        )
         self.client.facts = {"max_model_len": 4096, "max_num_seqs": 8, "prompt_tokens_beside": step}
         self.client.state, self.client.in_flight, self.sent = "ready", in_flight, []
         self.client.connection = SimpleNamespace(send=self.sent.append)
@@ -207,7 +232,8 @@ def test_requests_of_one_turn_of_the_event_loop_go_to_the_engine_together():
         return [[type(command).__name__ for command in commands] for commands in engine.sent]
 
     assert asyncio.run(go()) == [["Submit"] * 3, ["Cancel"], ["Submit"], ["Cancel"]], (
-        "none is told of a request that it does not know")
+        "none is told of a request that it does not know"
+    )
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -13,7 +13,15 @@ from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.scheduler import Scheduler
 from flyweight.server.engine_process import EngineLoop, facts, run_engine, warm_up
-from flyweight.server.messages import FAILED, REFUSED, Cancel, CannotStart, ResetPrefixCache, Step, Submit
+from flyweight.server.messages import (
+    FAILED,
+    REFUSED,
+    Cancel,
+    CannotStart,
+    ResetPrefixCache,
+    Step,
+    Submit,
+)
 from flyweight.server.schemas import Schemas
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -49,7 +57,9 @@ def test_every_step_is_one_message_with_all_its_tokens(loop):
     assert all(delta.started is not None and len(delta.token_ids) == 1 for delta in step.deltas)
     later = [loop.say() for _ in range(5)]
     assert all(len(step.deltas) == 2 for step in later) and later[-1].load.running == 0
-    assert {delta.finish_reason for delta in later[-1].deltas} == {"length"} and later[0].deltas[0].started is None
+    assert {delta.finish_reason for delta in later[-1].deltas} == {"length"} and later[0].deltas[
+        0
+    ].started is None
     assert later[-1].time > step.time and later[-1].load.steps == 6 and not loop.requests
 
 
@@ -57,7 +67,11 @@ def test_a_cancelled_request_has_given_its_blocks_back_at_the_next_message(loop)
     held = loop.say(Submit(1, PROMPT, GREEDY)).load
     assert held.free_blocks < held.blocks
     step = loop.say(Cancel(1))
-    assert step.load.free_blocks == step.load.blocks and step.deltas == [] and step.load.steps == held.steps
+    assert (
+        step.load.free_blocks == step.load.blocks
+        and step.deltas == []
+        and step.load.steps == held.steps
+    )
 
 
 def test_what_is_refused_is_said_and_disturbs_nobody(loop):
@@ -72,7 +86,9 @@ def test_a_failing_step_ends_its_requests_and_not_the_loop(loop, monkeypatch, ca
     with monkeypatch.context() as patch:
         patch.setattr(loop.engine.runner, "launch", lambda *_, **__: 1 / 0)
         step = loop.say()
-    assert [(delta.key, delta.finish_reason) for delta in step.deltas] == [(1, FAILED)] and "zero" in step.deltas[0].stop_reason
+    assert [(delta.key, delta.finish_reason) for delta in step.deltas] == [
+        (1, FAILED)
+    ] and "zero" in step.deltas[0].stop_reason
     assert "ZeroDivisionError" in capsys.readouterr().err
     assert loop.say(Submit(2, PROMPT, GREEDY)).deltas[0].token_ids
     loop.say(Cancel(2))
@@ -106,17 +122,30 @@ def test_it_sleeps_until_told_something_and_ends_when_the_server_is_gone(loop):
 
 def test_warm_up_leaves_nothing_behind(llm):
     warm_up(llm)
-    assert llm.engine.pool.available == llm.engine.pool.blocks and not llm.engine.pool.block_of and not llm.engine.busy
+    assert (
+        llm.engine.pool.available == llm.engine.pool.blocks
+        and not llm.engine.pool.block_of
+        and not llm.engine.busy
+    )
     # keys and values of one layer
-    assert facts(llm)["kv_bytes"] == llm.engine.pool.blocks * 16 * 2 * 16 * llm.decoder.cache_dtype.itemsize
+    assert (
+        facts(llm)["kv_bytes"]
+        == llm.engine.pool.blocks * 16 * 2 * 16 * llm.decoder.cache_dtype.itemsize
+    )
 
 
 def test_an_engine_that_cannot_start_says_why(tiny_folder, monkeypatch):
     said = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("warnings.formatwarning", None)
-    run_engine(type("Connection", (), {"send": said.append}), str(tiny_folder), {"max_model_len": 5000, "device": "cpu"})
-    assert said == [CannotStart("max_model_len 5000 is more than the 4096 tokens this model is made for")]
+    run_engine(
+        type("Connection", (), {"send": said.append}),
+        str(tiny_folder),
+        {"max_model_len": 5000, "device": "cpu"},
+    )
+    assert said == [
+        CannotStart("max_model_len 5000 is more than the 4096 tokens this model is made for")
+    ]
 
 
 def test_an_engine_that_cannot_start_ends_the_server_with_its_message(tiny_folder):
@@ -167,7 +196,10 @@ def test_a_schema_that_compiles_long_holds_up_only_its_own_request(loop):
     wait_for(lambda: schemas.cancelled == {2}, "the cancellation")
     grammars.done.set()
     assert read_keys(loop, 6) == {1}
-    wait_for(lambda: not schemas.keys and not schemas.cancelled and not schemas.outcomes, "the second schema")
+    wait_for(
+        lambda: not schemas.keys and not schemas.cancelled and not schemas.outcomes,
+        "the second schema",
+    )
     loop.ours.close()
     thread.join(timeout=DEADLINE)
     assert not thread.is_alive() and not loop.requests
@@ -178,7 +210,9 @@ def test_requests_of_one_schema_are_ready_together_and_a_known_one_at_once():
     schemas = Schemas(SlowGrammars, ready.append)
     grammars = schemas.grammars = SlowGrammars()
     asked = [Submit(key, PROMPT, GREEDY, schema="same") for key in range(3)]
-    assert all(schemas.hold(command) for command in asked) and not schemas.hold(Submit(9, PROMPT, GREEDY))
+    assert all(schemas.hold(command) for command in asked) and not schemas.hold(
+        Submit(9, PROMPT, GREEDY)
+    )
     grammars.done.set()
     wait_for(lambda: ready, "the schema")
     assert ready == [asked] and grammars.compiled == ["same"]
@@ -214,7 +248,11 @@ def test_guesses_are_told_with_the_last_token_and_in_the_load(loop, monkeypatch)
     monkeypatch.setattr(loop.engine, "speculator", Speculator(NgramDrafter(), Fixed(3)))
     answers = []
     for key in (1, 2):  # the second is guessed from the first
-        steps = [loop.say(Submit(key, PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))]
+        steps = [
+            loop.say(
+                Submit(key, PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+            )
+        ]
         while steps[-1].load.running:
             steps.append(loop.say())
         deltas = [delta for step in steps for delta in step.deltas]
@@ -225,9 +263,11 @@ def test_guesses_are_told_with_the_last_token_and_in_the_load(loop, monkeypatch)
 
 
 def test_a_long_prompt_beside_chats_is_bounded_by_time():
-    """30,000 tokens beside ten chats, by a clock of our own: no step takes more than three times one of answers alone, however
-    long a token of a prompt takes on this machine."""
-    scheduler = Scheduler(BlockPool(4000, 16), max_num_seqs=16, max_num_batched_tokens=512, prompt_tokens_beside=512)
+    """30,000 tokens beside ten chats, by a clock of our own: no step takes more than three times
+    one of answers alone, however long a token of a prompt takes on this machine."""
+    scheduler = Scheduler(
+        BlockPool(4000, 16), max_num_seqs=16, max_num_batched_tokens=512, prompt_tokens_beside=512
+    )
     scheduler.pace = Pace()
     answer_seconds, token_seconds = 0.033, 0.0007
 
@@ -252,5 +292,7 @@ def test_a_long_prompt_beside_chats_is_bounded_by_time():
     gaps = []
     while prompt.generated == 0:
         gaps.append(step())
-    assert max(gaps[1:]) <= 3 * answer_seconds, "the first is a guess: nothing of prompts is known then"
+    assert max(gaps[1:]) <= 3 * answer_seconds, (
+        "the first is a guess: nothing of prompts is known then"
+    )
     assert sorted(gaps)[len(gaps) // 2] > 2 * answer_seconds, "and the prompt gets its share"

@@ -94,6 +94,8 @@ def test_very_many_values_are_refused_before_they_are_parsed(server, body, monke
     assert answer.status_code == 400 and "send less" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("text", ["[" * 2 * LISTS, 'a "[[" \\ {' * LISTS, "1," * (json_body.MOST_ELEMENTS + 1)])
+@pytest.mark.parametrize(
+    "text", ["[" * 2 * LISTS, 'a "[[" \\ {' * LISTS, "1," * (json_body.MOST_ELEMENTS + 1)]
+)
 def test_letters_of_a_long_text_are_no_values(text):
     json_body.check_elements(json.dumps({"prompt": text}).encode())

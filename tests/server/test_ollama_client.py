@@ -1,11 +1,14 @@
-"""Ollama's official client: chat, generate, tools, thinking, formats, and what it asks about models."""
+"""Ollama's official client: chat, generate, tools, thinking, formats, and what it asks about
+models."""
 
 import pytest
 from tool_models import ADD, WEATHER
 
 from flyweight.server.ollama.facts import weight_bytes
 
-ollama = pytest.importorskip("ollama", reason="the official client is not installed: pip install ollama")
+ollama = pytest.importorskip(
+    "ollama", reason="the official client is not installed: pip install ollama"
+)
 
 PARIS = {"city": "Paris", "unit": "C"}
 
@@ -21,20 +24,34 @@ def say(text):
 
 def test_a_chat_is_answered_and_streamed(client):
     whole = client.chat("talker", messages=say("say hello"))
-    assert whole.message.content == "Hello! How are you?" and whole.done and whole.done_reason == "stop"
+    assert (
+        whole.message.content == "Hello! How are you?"
+        and whole.done
+        and whole.done_reason == "stop"
+    )
     assert whole.prompt_eval_count > 0 and whole.eval_count > 0 and whole.total_duration > 0
     parts = list(client.chat("talker:latest", messages=say("say hello"), stream=True))
-    assert "".join(part.message.content for part in parts) == whole.message.content and len(parts) > 2
+    assert (
+        "".join(part.message.content for part in parts) == whole.message.content and len(parts) > 2
+    )
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
 def test_generate_answers_a_prompt(client, talking):
-    whole = client.generate("talker", "say hello", system="Be kind.", options={"temperature": 0, "num_predict": 50, "num_ctx": 9})
+    whole = client.generate(
+        "talker",
+        "say hello",
+        system="Be kind.",
+        options={"temperature": 0, "num_predict": 50, "num_ctx": 9},
+    )
     assert whole.response == "Hello! How are you?" and whole.done_reason == "stop"
     params = talking.engine.submitted[-1].params
     assert (params.temperature, params.max_tokens) == (0, 50)
     assert "Be kind." in talking.service.text_of(talking.engine.submitted[-1].prompt)
-    assert "".join(part.response for part in client.generate("talker", "say hello", stream=True)) == whole.response
+    assert (
+        "".join(part.response for part in client.generate("talker", "say hello", stream=True))
+        == whole.response
+    )
     assert client.generate("talker", "").done_reason == "load"
 
 
@@ -42,8 +59,11 @@ def test_generate_answers_a_prompt(client, talking):
 def test_a_tool_is_called_and_its_result_goes_back(client, talking, streamed):
     messages = say("say the weather")
     if streamed:
-        calls = [call for part in client.chat("talker", messages=messages, tools=[WEATHER, ADD], stream=True)
-                 for call in part.message.tool_calls or ()]
+        calls = [
+            call
+            for part in client.chat("talker", messages=messages, tools=[WEATHER, ADD], stream=True)
+            for call in part.message.tool_calls or ()
+        ]
         messages.append({"role": "assistant", "tool_calls": calls})
     else:
         answer = client.chat("talker", messages=messages, tools=[WEATHER, ADD])
@@ -53,8 +73,13 @@ def test_a_tool_is_called_and_its_result_goes_back(client, talking, streamed):
     (call,) = calls
     assert (call.function.name, call.function.arguments) == ("get_weather", PARIS)
     messages.append({"role": "tool", "tool_name": "get_weather", "content": "21 degrees"})
-    assert client.chat("talker", messages=messages, tools=[WEATHER]).message.content == "It is 21 degrees in Paris."
-    assert "<tool_response>\n21 degrees" in talking.service.text_of(talking.engine.submitted[-1].prompt)
+    assert (
+        client.chat("talker", messages=messages, tools=[WEATHER]).message.content
+        == "It is 21 degrees in Paris."
+    )
+    assert "<tool_response>\n21 degrees" in talking.service.text_of(
+        talking.engine.submitted[-1].prompt
+    )
 
 
 def test_a_python_function_is_a_tool(client):
@@ -67,7 +92,9 @@ def test_a_python_function_is_a_tool(client):
         """
         return f"{city} {unit}"
 
-    (call,) = client.chat("talker", messages=say("say the weather"), tools=[get_weather]).message.tool_calls
+    (call,) = client.chat(
+        "talker", messages=say("say the weather"), tools=[get_weather]
+    ).message.tool_calls
     assert get_weather(**call.function.arguments) == "Paris C"
 
 
@@ -77,7 +104,9 @@ def test_thinking_is_apart(client, talking):
     parts = list(client.generate("talker", "think hard", stream=True))
     assert "".join(part.thinking or "" for part in parts) == "Let me think."
     client.chat("talker", messages=say("say hello"), think=False)
-    assert talking.service.text_of(talking.engine.submitted[-1].prompt).endswith("<think>\n\n</think>\n\n")
+    assert talking.service.text_of(talking.engine.submitted[-1].prompt).endswith(
+        "<think>\n\n</think>\n\n"
+    )
 
 
 def test_formats_become_grammars(client, talking):
@@ -92,7 +121,9 @@ def test_models_are_listed_and_shown(client):
     assert model.model == "talker" and model.size > 0 and model.details.family == "llama"
     assert [item.model for item in client.ps().models] == ["talker"]
     shown = client.show("talker")
-    assert shown.capabilities == ["completion", "tools", "thinking"] and "tool_call" in shown.template
+    assert (
+        shown.capabilities == ["completion", "tools", "thinking"] and "tool_call" in shown.template
+    )
     assert shown.modelinfo["llama.context_length"] == 4096
 
 
@@ -105,7 +136,9 @@ def test_a_gguf_has_its_size(tmp_path):
 
 
 def test_errors_are_one_message(client):
-    with pytest.raises(ollama.ResponseError, match="unknown model 'talkr'; did you mean 'talker'") as caught:
+    with pytest.raises(
+        ollama.ResponseError, match="unknown model 'talkr'; did you mean 'talker'"
+    ) as caught:
         client.chat("talkr", messages=say("x"))
     assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match=r"options.mirostat is not supported"):

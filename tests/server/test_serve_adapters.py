@@ -1,4 +1,5 @@
-"""Adapters behind the server: chosen by the model's name, listed beside it, several in flight at once."""
+"""Adapters behind the server: chosen by the model's name, listed beside it, several in flight at
+once."""
 
 import concurrent.futures
 import json
@@ -22,8 +23,15 @@ def adapted(tiny_folder, tmp_path_factory):
     for seed, name in enumerate(("red", "blue")):
         folders[name] = tmp_path_factory.mktemp("adapters") / name
         write_adapter(folders[name], shapes, seed=seed, lora_alpha=200)
-    with serving(tiny_folder, names=("tiny",), embeddings="mean",
-                 engine={"max_num_seqs": 8, "adapters": {name: str(folder) for name, folder in folders.items()}}) as running:
+    with serving(
+        tiny_folder,
+        names=("tiny",),
+        embeddings="mean",
+        engine={
+            "max_num_seqs": 8,
+            "adapters": {name: str(folder) for name, folder in folders.items()},
+        },
+    ) as running:
         yield running
 
 
@@ -38,7 +46,9 @@ def test_the_model_name_chooses_the_adapter(adapted):
     assert len(set(alone.values())) == 3
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         names = ["red", "tiny", "blue"] * 4
-        assert list(pool.map(lambda name: text_of(adapted, name), names)) == [alone[name] for name in names]
+        assert list(pool.map(lambda name: text_of(adapted, name), names)) == [
+            alone[name] for name in names
+        ]
 
 
 def test_adapters_are_listed_with_their_parent(adapted):
@@ -50,7 +60,9 @@ def test_adapters_are_listed_with_their_parent(adapted):
 
 def test_streams_and_chats_go_to_the_adapter_too(adapted):
     streamed = ""
-    with adapted.client.stream("POST", "/v1/completions", json=ANSWER | {"model": "red", "stream": True}) as events:
+    with adapted.client.stream(
+        "POST", "/v1/completions", json=ANSWER | {"model": "red", "stream": True}
+    ) as events:
         for line in events.iter_lines():
             if line.startswith("data: {"):
                 streamed += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
@@ -58,12 +70,18 @@ def test_streams_and_chats_go_to_the_adapter_too(adapted):
 
 
 def test_embeddings_are_of_the_model_itself(adapted):
-    assert adapted.client.post("/v1/embeddings", json={"model": "tiny", "input": "abc"}).status_code == 200
+    assert (
+        adapted.client.post("/v1/embeddings", json={"model": "tiny", "input": "abc"}).status_code
+        == 200
+    )
     refused = adapted.client.post("/v1/embeddings", json={"model": "red", "input": "abc"})
     assert refused.status_code == 400 and "call it tiny" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("given, words", [(["sql"], "NAME=FOLDER"), (["=x"], "NAME=FOLDER"), (["a=x", "a=y"], "two adapters")])
+@pytest.mark.parametrize(
+    "given, words",
+    [(["sql"], "NAME=FOLDER"), (["=x"], "NAME=FOLDER"), (["a=x", "a=y"], "two adapters")],
+)
 def test_the_option_says_what_it_wants(given, words):
     with pytest.raises(OptionError, match=words):
         adapters_of(given)

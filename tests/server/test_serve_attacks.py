@@ -1,4 +1,5 @@
-"""Small requests that ask for much work: refused before it is done, or done where nobody else waits for it."""
+"""Small requests that ask for much work: refused before it is done, or done where nobody else waits
+for it."""
 
 import asyncio
 import sys
@@ -14,7 +15,10 @@ from flyweight.server.refusals import BadRequest, ContextTooLong, QueueFull
 from flyweight.server.threads import AT_ONCE, Threads, Worker
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +37,20 @@ def refused(answer, status=400):
     return answer.json()["error"]
 
 
-@pytest.mark.parametrize(("kind", "body"), [
-    (CompletionRequest, {"prompt": [{}] * 2000}), (CompletionRequest, {"prompt": [[{}] * 2000] * 2}),
-    (CompletionRequest, {"prompt": [1] * 2000 + ["x"] * 2000}), (CompletionRequest, {"prompt": "a", "stop": [1] * 60}),
-    (CompletionRequest, {"prompt": "a", "stop_token_ids": ["x"] * 200}), (ChatRequest, {"messages": [{}] * 5000}),
-    (ChatRequest, {"messages": [{"role": "user", "content": [1] * 5000}]}),
-    (ChatRequest, {"messages": MESSAGES, "tools": [{}] * 1000}), (DetokenizeRequest, {"tokens": ["x"] * 5000})])
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [{}] * 2000}),
+        (CompletionRequest, {"prompt": [[{}] * 2000] * 2}),
+        (CompletionRequest, {"prompt": [1] * 2000 + ["x"] * 2000}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 60}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["x"] * 200}),
+        (ChatRequest, {"messages": [{}] * 5000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 5000}]}),
+        (ChatRequest, {"messages": MESSAGES, "tools": [{}] * 1000}),
+        (DetokenizeRequest, {"tokens": ["x"] * 5000}),
+    ],
+)
 def test_wrong_entries_are_reported_once_and_not_each(kind, body):
     """Each report takes a kilobyte: 3.9 MB of them ended the server."""
     with pytest.raises(ValidationError) as caught:
@@ -46,15 +58,27 @@ def test_wrong_entries_are_reported_once_and_not_each(kind, body):
     assert caught.value.error_count() <= 6  # one for each type that a field may have
 
 
-@pytest.mark.parametrize(("kind", "body", "field"), [
-    (CompletionRequest, {"prompt": ["a"] * (counts.MOST_PROMPTS + 1)}, "prompt"),
-    (CompletionRequest, {"prompt": [[1]] * (counts.MOST_PROMPTS + 1)}, "prompt"),
-    (CompletionRequest, {"prompt": [[1] * (counts.MOST_TOKENS // 2)] * 3}, "prompt"),
-    (CompletionRequest, {"prompt": "a", "stop": ["x"] * 65}, "stop"),
-    (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
-    (ChatRequest, {"messages": [MESSAGES[0]] * (counts.MOST_MESSAGES + 1)}, "messages"),
-    (ChatRequest, {"messages": MESSAGES, "chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs"),
-    (DetokenizeRequest, {"tokens": [1] * (counts.MOST_TOKENS + 1)}, "tokens")])
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (CompletionRequest, {"prompt": ["a"] * (counts.MOST_PROMPTS + 1)}, "prompt"),
+        (CompletionRequest, {"prompt": [[1]] * (counts.MOST_PROMPTS + 1)}, "prompt"),
+        (CompletionRequest, {"prompt": [[1] * (counts.MOST_TOKENS // 2)] * 3}, "prompt"),
+        (CompletionRequest, {"prompt": "a", "stop": ["x"] * 65}, "stop"),
+        (
+            CompletionRequest,
+            {"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}},
+            "logit_bias",
+        ),
+        (ChatRequest, {"messages": [MESSAGES[0]] * (counts.MOST_MESSAGES + 1)}, "messages"),
+        (
+            ChatRequest,
+            {"messages": MESSAGES, "chat_template_kwargs": {str(i): 1 for i in range(65)}},
+            "chat_template_kwargs",
+        ),
+        (DetokenizeRequest, {"tokens": [1] * (counts.MOST_TOKENS + 1)}, "tokens"),
+    ],
+)
 def test_too_many_of_anything_are_refused_by_their_number(kind, body, field):
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
@@ -63,8 +87,10 @@ def test_too_many_of_anything_are_refused_by_their_number(kind, body, field):
 
 
 def test_a_stop_string_of_a_megabyte_is_refused(server):
-    assert "stop string of 1000000 characters is too long" in refused(server.post("/v1/completions", prompt="a",
-                                                                                  stop="x" * 1_000_000))["message"]
+    assert (
+        "stop string of 1000000 characters is too long"
+        in refused(server.post("/v1/completions", prompt="a", stop="x" * 1_000_000))["message"]
+    )
 
 
 def test_prompts_that_find_no_room_are_not_tokenized(server, tokenizer, monkeypatch):
@@ -78,22 +104,43 @@ def test_a_text_that_no_context_holds_is_not_tokenized(server, tokenizer, monkey
     text = "x" * (4 * longest * 4096 + 1)
     monkeypatch.setattr(tokenizer.inner, "encode", None, raising=False)
     chat = [{"role": "user", "content": text}]
-    for path, body in (("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": chat})):
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": chat}),
+    ):
         assert refused(server.post(path, **body))["code"] == ContextTooLong.code
 
 
 def test_thousands_of_unknown_fields_get_one_guess_and_a_number(server, monkeypatch):
     asked = []
-    monkeypatch.setattr(protocol, "unknown", lambda kind, name, known: asked.append(name) or f"unknown {kind} {name!r}")
-    answer = server.post("/v1/completions", prompt="hello", **{f"field_{i}": i for i in range(20_000)})
+    monkeypatch.setattr(
+        protocol,
+        "unknown",
+        lambda kind, name, known: asked.append(name) or f"unknown {kind} {name!r}",
+    )
+    answer = server.post(
+        "/v1/completions", prompt="hello", **{f"field_{i}": i for i in range(20_000)}
+    )
     assert answer.status_code == 200 and asked == ["field_0"]
-    assert answer.headers["x-warning"].endswith("'field_7' (ignored); 19992 more unknown fields (ignored)")
+    assert answer.headers["x-warning"].endswith(
+        "'field_7' (ignored); 19992 more unknown fields (ignored)"
+    )
 
 
 def test_an_error_does_not_repeat_a_megabyte(server):
     name = "x" * 500_000
-    assert len(refused(server.post("/v1/completions", prompt="hello", model=name), 404)["message"]) < 1000
-    assert len(refused(server.post("/v1/completions", prompt="hello", **{"temperature": name}))["message"]) < 3000
+    assert (
+        len(refused(server.post("/v1/completions", prompt="hello", model=name), 404)["message"])
+        < 1000
+    )
+    assert (
+        len(
+            refused(server.post("/v1/completions", prompt="hello", **{"temperature": name}))[
+                "message"
+            ]
+        )
+        < 3000
+    )
 
 
 def test_a_chat_template_that_never_ends_is_stopped(server, tokenizer, monkeypatch):
@@ -122,13 +169,18 @@ def test_long_work_is_refused_when_all_places_are_taken():
         def late():
             return BadRequest("too late")
 
-        running = [asyncio.create_task(threads.run(work, seconds=DEADLINE, refusal=late)) for _ in range(AT_ONCE)]
+        running = [
+            asyncio.create_task(threads.run(work, seconds=DEADLINE, refusal=late))
+            for _ in range(AT_ONCE)
+        ]
         for _ in running:
             await asyncio.to_thread(begun.acquire)
         with pytest.raises(QueueFull, match="too many long prompts"):
             await threads.run(work, seconds=0.01, refusal=late)
         release.set()
-        return await asyncio.gather(*running), await threads.run(lambda: 5, seconds=DEADLINE, refusal=late)
+        return await asyncio.gather(*running), await threads.run(
+            lambda: 5, seconds=DEADLINE, refusal=late
+        )
 
     results, after = asyncio.run(go())
     assert set(results) == {"done"} and after == 5

@@ -15,7 +15,10 @@ from flyweight.server.ticket import Ticket
 from flyweight.server.token_names import finite
 
 TEXTS = {  # text, whether the prompt opened the thinking → (reasoning, content)
-    ("<think>\nhm, 1 < 2\n\n</think>\n\nYes </think> it is.", False): ("hm, 1 < 2", "Yes </think> it is."),
+    ("<think>\nhm, 1 < 2\n\n</think>\n\nYes </think> it is.", False): (
+        "hm, 1 < 2",
+        "Yes </think> it is.",
+    ),
     ("hm\n</think>\n\nYes.", True): ("hm", "Yes."),
     ("still thinking </thin", True): ("still thinking </thin", ""),
     ("No <think> here", False): ("", "No <think> here"),
@@ -42,7 +45,9 @@ def test_a_preset_takes_token_ids_and_says_that_it_reads_no_text():
     assert asyncio.run(prompts.encode([[1, 2], [3]])) == [[1, 2], [3]]
     chat = ChatRequest(messages=[{"role": "user", "content": "hello"}])
     for asked in (prompts.encode(["hello"]), prompts.chat(chat)):
-        with pytest.raises(BadRequest, match="no tokenizer: give /v1/completions a prompt of token ids"):
+        with pytest.raises(
+            BadRequest, match="no tokenizer: give /v1/completions a prompt of token ids"
+        ):
             asyncio.run(asked)
 
 
@@ -51,9 +56,18 @@ def test_a_ticket_gives_what_came_then_how_it_ended():
         ticket = Ticket([[1, 2], [3]], 2)
         ticket.put(1, Delta(0, 1, "a", [5], cached=3, started=0.5), now=1.0)
         ticket.put(1, Delta(0, 1, "b", [6], finish_reason="stop"), now=2.0)
-        assert [(number, delta.text) for number, delta in await ticket.next()] == [(3, "a"), (3, "b")]
+        assert [(number, delta.text) for number, delta in await ticket.next()] == [
+            (3, "a"),
+            (3, "b"),
+        ]
         sample = ticket.samples[3]
-        assert (sample.cached, sample.started, sample.first, sample.last, sample.tokens) == (3, 0.5, 1.0, 2.0, 2)
+        assert (sample.cached, sample.started, sample.first, sample.last, sample.tokens) == (
+            3,
+            0.5,
+            1.0,
+            2.0,
+            2,
+        )
         ticket.put(0, Delta(1, 0, "c", [7]), now=3.0)
         ticket.fail(TookTooLong("too long"))
         ticket.fail(BadRequest("too late to matter"))
@@ -101,11 +115,15 @@ def test_usage_tells_guesses_where_there_were_any():
         ticket = Ticket([[1, 2]], 1)
         ticket.put(0, Delta(0, 0, "a", [5, 6, 7]), now=1.0)
         ticket.put(0, Delta(0, 0, "b", [8], finish_reason="stop", **guesses), now=2.0)
-        return Answer(SimpleNamespace(max_tokens=9), ticket, SimpleNamespace(prefix="chatcmpl"), model="m").usage()
+        return Answer(
+            SimpleNamespace(max_tokens=9), ticket, SimpleNamespace(prefix="chatcmpl"), model="m"
+        ).usage()
 
     assert "completion_tokens_details" not in asyncio.run(usage())
     assert asyncio.run(usage(drafted=6, accepted=2))["completion_tokens_details"] == {
-        "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
+        "accepted_prediction_tokens": 2,
+        "rejected_prediction_tokens": 4,
+    }
 
 
 @pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
@@ -123,11 +141,21 @@ def test_events_whose_frame_is_kept_are_those_encoded_whole(more):
     async def events(framed):
         ticket = Ticket([[1, 2]], samples)
         readers = [MessageReader(ReasoningSplitter(inside=False)) for _ in range(samples)]
-        answer = Answer(request, ticket, ChatFormat(request, [1, 2], TokenNames(None), readers), model="m")
+        answer = Answer(
+            request, ticket, ChatFormat(request, [1, 2], TokenNames(None), readers), model="m"
+        )
         answer.id, answer.created, answer.bare = "id", 0, framed
-        deltas = [(number, Delta(0, number, text, [5], finish_reason="stop" if text == "end" else None))
-                  for text in texts for number in range(samples)]
-        return b"".join([answer._event(number, delta, first=not at) for at, (number, delta) in enumerate(deltas)])
+        deltas = [
+            (number, Delta(0, number, text, [5], finish_reason="stop" if text == "end" else None))
+            for text in texts
+            for number in range(samples)
+        ]
+        return b"".join(
+            [
+                answer._event(number, delta, first=not at)
+                for at, (number, delta) in enumerate(deltas)
+            ]
+        )
 
     whole = asyncio.run(events(False))
     assert asyncio.run(events(True)) == whole and whole.count(b"data: ") == len(texts) * samples

@@ -20,7 +20,9 @@ LONG = ASK | {"max_tokens": 4000}
 def small(tiny_folder):
     """One seat, one place in the queue."""
     keys = ("secret-key", "other-key")
-    with serving(tiny_folder, max_queue=1, api_keys=keys, strict=True, engine={"max_num_seqs": 1}) as running:
+    with serving(
+        tiny_folder, max_queue=1, api_keys=keys, strict=True, engine={"max_num_seqs": 1}
+    ) as running:
         running.client.headers["authorization"] = "Bearer secret-key"
         yield running
 
@@ -37,8 +39,12 @@ def frozen(small):
 
 def open_stream(running, **body):
     """A raw socket that has sent its request and reads nothing."""
-    request = httpx.Request("POST", running.url + "/v1/completions", json=body | {"stream": True},
-                            headers={"authorization": "Bearer secret-key"})
+    request = httpx.Request(
+        "POST",
+        running.url + "/v1/completions",
+        json=body | {"stream": True},
+        headers={"authorization": "Bearer secret-key"},
+    )
     connection = socket.create_connection((request.url.host, request.url.port))
     head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     connection.sendall(f"POST {request.url.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
@@ -47,11 +53,16 @@ def open_stream(running, **body):
 
 def test_a_full_queue_is_429_with_a_time_to_come_back(frozen):
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(frozen.post, "/v1/completions", **ASK, max_tokens=2) for _ in range(2)]
+        waiting = [
+            threads.submit(frozen.post, "/v1/completions", **ASK, max_tokens=2) for _ in range(2)
+        ]
         wait_for(lambda: frozen.engine.in_flight == 2, "two requests in flight")
         refused = frozen.post("/v1/completions", **ASK, max_tokens=2)
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
-        assert "2 samples run or wait and 1 more would be over the limit of 2" in refused.json()["error"]["message"]
+        assert (
+            "2 samples run or wait and 1 more would be over the limit of 2"
+            in refused.json()["error"]["message"]
+        )
         os.kill(frozen.engine.facts["pid"], signal.SIGCONT)
         assert [future.result().status_code for future in waiting] == [200, 200]
 
@@ -95,7 +106,9 @@ def test_a_message_larger_than_a_sockets_buffer_arrives_whole(tiny):
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(tiny.post, "/v1/completions", **body) for _ in range(4)]
         answers = [future.result() for future in asked]
-    assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [4000] * 4
+    assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [
+        4000
+    ] * 4
     assert tiny.engine.restarts == 0 and tiny.engine.state == "ready"
 
 
@@ -104,34 +117,67 @@ def test_an_answer_that_takes_too_long_is_504(frozen, monkeypatch):
     before = frozen.metric("request_errors_total")
     for stream in (False, True):
         answer = frozen.post("/v1/completions", **LONG, stream=stream)
-        assert answer.status_code == 504 and "limit of 0.3 seconds" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == 504
+            and "limit of 0.3 seconds" in answer.json()["error"]["message"]
+        )
     assert frozen.engine.in_flight == 0 and frozen.metric("request_errors_total") == before + 2
 
 
 def test_the_api_key_guards_everything_but_the_state(small):
     for given in (None, "Bearer wrong", "secret-key", "Basic secret-key", "Bearer"):
-        with httpx.Client(base_url=small.url, headers={"authorization": given} if given else {}, timeout=DEADLINE) as stranger:
-            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/reset_prefix_cache"):
+        with httpx.Client(
+            base_url=small.url, headers={"authorization": given} if given else {}, timeout=DEADLINE
+        ) as stranger:
+            for path in (
+                "/v1/completions",
+                "/v1/chat/completions",
+                "/tokenize",
+                "/detokenize",
+                "/reset_prefix_cache",
+            ):
                 answer = stranger.post(path, json=ASK)
-                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+                assert (
+                    answer.status_code == 401
+                    and answer.json()["error"]["code"] == "invalid_api_key"
+                )
             assert stranger.get("/v1/models").status_code == 401
             for path in ("/", "/health", "/ready", "/metrics", "/docs"):
                 assert stranger.get(path).status_code == 200
-    assert small.client.get("/v1/models", headers={"authorization": "bearer other-key"}).status_code == 200
+    assert (
+        small.client.get("/v1/models", headers={"authorization": "bearer other-key"}).status_code
+        == 200
+    )
 
 
 def test_with_a_key_the_prefix_cache_can_be_reset(small):
     ask = ASK | {"prompt": "a prompt of more than one block of sixteen tokens", "max_tokens": 1}
-    cached = [small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    cached = [
+        small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+        for _ in range(2)
+    ]
     assert cached[1] >= 32
     assert small.post("/reset_prefix_cache").json() == {"status": "ok"}
-    assert small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert (
+        small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+        == 0
+    )
 
 
 def test_a_salt_keeps_prefixes_among_those_who_know_it(small):
     def cached(**options):
-        ask = ASK | {"prompt": "another prompt of more than one block of tokens", "max_tokens": 1} | options
-        return small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        ask = (
+            ASK
+            | {"prompt": "another prompt of more than one block of tokens", "max_tokens": 1}
+            | options
+        )
+        return small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
 
     assert [cached(), cached()] == [0, 32]
     assert [cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 32, 0]
@@ -139,20 +185,29 @@ def test_a_salt_keeps_prefixes_among_those_who_know_it(small):
 
 
 def test_cached_tokens_can_be_hidden_from_clients_and_are_still_logged(small, monkeypatch):
-    monkeypatch.setattr(small.service, "settings", dataclasses.replace(small.service.settings, hide_cached_tokens=True))
+    monkeypatch.setattr(
+        small.service,
+        "settings",
+        dataclasses.replace(small.service.settings, hide_cached_tokens=True),
+    )
     counted = small.metric("cached_prompt_tokens_total")
     ask = ASK | {"prompt": "a third prompt of more than one block of tokens", "max_tokens": 1}
     for _ in range(2):
         answer = small.post("/v1/completions", **ask).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert (answer["timings"]["cache_n"], answer["timings"]["prompt_n"]) == (0, len(ask["prompt"]))
+        assert (answer["timings"]["cache_n"], answer["timings"]["prompt_n"]) == (
+            0,
+            len(ask["prompt"]),
+        )
     assert small.metric("cached_prompt_tokens_total") == counted + 32
 
 
 def test_strict_refuses_unknown_fields(small):
     answer = small.post("/v1/completions", **ASK, temprature=1)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "temprature"
-    assert small.post("/v1/completions", **ASK, max_tokens=1, user="me", best_of=1).status_code == 200
+    assert (
+        small.post("/v1/completions", **ASK, max_tokens=1, user="me", best_of=1).status_code == 200
+    )
 
 
 def test_neither_keys_nor_prompts_are_logged(small, caplog):
@@ -166,8 +221,10 @@ def test_neither_keys_nor_prompts_are_logged(small, caplog):
     logger = logging.getLogger("flyweight.server")
     logger.addHandler(caplog.handler)
     try:
-        answers = [small.post("/v1/completions", **ASK | {"prompt": "a private matter"}, max_tokens=2),
-                   small.client.get("/v1/models", headers={"authorization": "Bearer nearly-secret"})]
+        answers = [
+            small.post("/v1/completions", **ASK | {"prompt": "a private matter"}, max_tokens=2),
+            small.client.get("/v1/models", headers={"authorization": "Bearer nearly-secret"}),
+        ]
         ids = [answer.headers["x-request-id"] for answer in answers]
         wait_for(lambda: set(ids) <= by_request().keys(), "both lines")
     finally:
@@ -175,7 +232,12 @@ def test_neither_keys_nor_prompts_are_logged(small, caplog):
     lines = [record.getMessage() + str(record.fields) for record in written()]
     assert not any(word in line for line in lines for word in ("private", "secret"))
     done, refused = (by_request()[one] for one in ids)
-    assert done["status"] == 200 and done["completion_tokens"] == 2 and done["ttft_ms"] > 0 and refused["status"] == 401
+    assert (
+        done["status"] == 200
+        and done["completion_tokens"] == 2
+        and done["ttft_ms"] > 0
+        and refused["status"] == 401
+    )
 
 
 def test_a_killed_engine_fails_its_requests_and_comes_back(small, monkeypatch):
@@ -191,31 +253,44 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(small, monkeypatch):
         os.kill(pid, signal.SIGKILL)
         last = [line for line in streamed.result().text.split("\n\n") if line][-1]
         assert '"error"' in last and "killed by SIGKILL" in last and "started again" in last
-        assert waiting.result().status_code == 503 and "SIGKILL" in waiting.result().json()["error"]["message"]
+        assert (
+            waiting.result().status_code == 503
+            and "SIGKILL" in waiting.result().json()["error"]["message"]
+        )
     wait_for(lambda: held, "the moment to start a new one")
     away = small.post("/v1/completions", **ASK, max_tokens=1)
     assert away.status_code == 503 and away.headers["retry-after"]
-    assert small.client.get("/ready").status_code == 503 and small.client.get("/health").status_code == 200
+    assert (
+        small.client.get("/ready").status_code == 503
+        and small.client.get("/health").status_code == 200
+    )
     held[0].call_soon_threadsafe(start)
     wait_for(lambda: small.engine.state == "ready", "the new engine", seconds=START)
-    assert small.engine.facts["pid"] != pid and small.metric("engine_restarts_total") == restarts + 1
+    assert (
+        small.engine.facts["pid"] != pid and small.metric("engine_restarts_total") == restarts + 1
+    )
     assert small.post("/v1/completions", **ASK, max_tokens=2).status_code == 200
     wait_for(small.idle, "the blocks to come back")
 
 
 def test_many_clients_of_which_some_leave_lose_and_leak_nothing(tiny):
-    """The bounded version of benchmarks/serve_load.py: every answer that is read is the one its prompt gives alone."""
+    """The bounded version of benchmarks/serve_load.py: every answer that is read is the one its
+    prompt gives alone."""
     prompts = [f"prompt number {i} " * (1 + i % 5) for i in range(8)]
     ask = dict(temperature=0.7, max_tokens=24, ignore_eos=True)
-    alone = [tiny.post("/v1/completions", prompt=prompt, seed=i, **ask).json()["choices"][0]["text"]
-             for i, prompt in enumerate(prompts)]
+    alone = [
+        tiny.post("/v1/completions", prompt=prompt, seed=i, **ask).json()["choices"][0]["text"]
+        for i, prompt in enumerate(prompts)
+    ]
     wrong = []
 
     def visit(number):
         i = number % len(prompts)
         body = dict(prompt=prompts[i], seed=i, **ask)
         if number % 3 == 0:
-            with httpx.stream("POST", tiny.url + "/v1/completions", json=body | {"stream": True}, timeout=DEADLINE) as stream:
+            with httpx.stream(
+                "POST", tiny.url + "/v1/completions", json=body | {"stream": True}, timeout=DEADLINE
+            ) as stream:
                 lines = stream.iter_lines()
                 for _ in range(number % 7):
                     next(lines)

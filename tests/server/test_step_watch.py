@@ -21,7 +21,9 @@ from flyweight.server.step_watch import StepWatch, patience_for
 class Watched:
     def __init__(self, patience=30.0):
         self.compiled, self.alive, self.hangs = 0, 0, []
-        self.watch = StepWatch(patience, progress=lambda: self.compiled, on_alive=self.count, on_hang=self.hangs.append)
+        self.watch = StepWatch(
+            patience, progress=lambda: self.compiled, on_alive=self.count, on_hang=self.hangs.append
+        )
         self.watch.begin()
         self.begun = self.watch.begun
 
@@ -65,7 +67,10 @@ def test_slow_cpus_get_more():
 
 def test_the_report_says_where_the_threads_stand_and_which_kernels_gave_up(monkeypatch, capfd):
     monkeypatch.setattr("flyweight.kernels.stall.stalled", lambda: ["batch.cu (thread block 7)"])
-    assert step_watch.describe(31.4) == "a step made no progress for 31 seconds; gave up waiting: batch.cu (thread block 7)"
+    assert (
+        step_watch.describe(31.4)
+        == "a step made no progress for 31 seconds; gave up waiting: batch.cu (thread block 7)"
+    )
     assert "test_step_watch.py" in capfd.readouterr().err
 
 
@@ -80,8 +85,12 @@ def test_compilations_are_counted(tmp_path, monkeypatch):
 
 def stuck(connection):
     """An engine process whose step never ends, as a kernel that waits for ever makes it."""
-    engine = SimpleNamespace(busy=True, step=threading.Event().wait, scheduler=SimpleNamespace(pace=None))
-    llm = SimpleNamespace(engine=engine, device=SimpleNamespace(type="cuda"), pace_prompts=lambda: None)
+    engine = SimpleNamespace(
+        busy=True, step=threading.Event().wait, scheduler=SimpleNamespace(pace=None)
+    )
+    llm = SimpleNamespace(
+        engine=engine, device=SimpleNamespace(type="cuda"), pace_prompts=lambda: None
+    )
     EngineLoop(llm, connection, patience=0.2).run()
 
 
@@ -102,7 +111,10 @@ def test_a_process_whose_step_hangs_reports_and_ends():
 
 
 def test_requests_of_an_engine_that_hung_get_the_reason_with_503(tiny_folder):
-    with serving(tiny_folder, engine={"max_num_seqs": 1}) as running, ThreadPoolExecutor(1) as thread:
+    with (
+        serving(tiny_folder, engine={"max_num_seqs": 1}) as running,
+        ThreadPoolExecutor(1) as thread,
+    ):
         engine, pid = running.engine, running.engine.facts["pid"]
         os.kill(pid, signal.SIGSTOP)
         answer = thread.submit(running.post, "/v1/completions", prompt="hello", max_tokens=2)
@@ -114,6 +126,9 @@ def test_requests_of_an_engine_that_hung_get_the_reason_with_503(tiny_folder):
 
         running.server.servers[0].get_loop().call_soon_threadsafe(end)
         assert answer.result().status_code == 503
-        assert "(a step made no progress for 30 seconds) while it worked on this request" in answer.result().text
+        assert (
+            "(a step made no progress for 30 seconds) while it worked on this request"
+            in answer.result().text
+        )
         wait_for(lambda: engine.state == "ready", "the new engine", seconds=START)
         assert engine.facts["pid"] != pid
