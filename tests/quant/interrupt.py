@@ -1,6 +1,9 @@
-"""Run by test_quantize.py in a process of its own: quantize, be killed at a given moment, resume; again and again.
+"""Run by test_quantize.py in a process of its own: quantize, be killed at a given moment, resume;
+again and again.
 
-Children are forked from a process that has imported everything and runs one thread, so each costs no start-up.
+Children are forked from a process that has imported everything and runs one thread, so each costs
+no start-up.
+
 usage: interrupt.py MODEL TEXT RECIPE FOLDER MOMENT[,MOMENT…] …
 """
 
@@ -25,7 +28,8 @@ def die() -> None:
 
 
 def arm(moment: str) -> object:
-    """Make this process kill itself: at the Nth event (`layer N`, `block N`, `tuned N`) or the Nth call of a function."""
+    """Make this process kill itself: at the Nth event (`layer N`, `block N`, `tuned N`) or the Nth
+    call of a function."""
     kind, number = moment.split()
     left = [int(number)]
 
@@ -67,7 +71,9 @@ def child(arguments: dict, moment: str | None) -> int:
 
 
 def digest(folder: Path) -> str:
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(folder.iterdir()))).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.name.encode() + path.read_bytes() for path in sorted(folder.iterdir()))
+    ).hexdigest()
 
 
 def main() -> None:
@@ -82,9 +88,13 @@ def main() -> None:
         for step, moment in enumerate(chain.split(",")):
             code = child(common | {"output": str(output), "resume": step > 0}, moment)
             assert code == -signal.SIGKILL, (moment, code)
-            assert output.exists() == moment.startswith("cleanup"), f"a half-made folder after {moment}"
+            assert output.exists() == moment.startswith("cleanup"), (
+                f"a half-made folder after {moment}"
+            )
         assert child(common | {"output": str(output), "resume": True}, None) == 0, chain
-        results[chain] = digest(output) == wanted and not output.with_name(f".{output.name}.work").exists()
+        results[chain] = (
+            digest(output) == wanted and not output.with_name(f".{output.name}.work").exists()
+        )
     print(json.dumps(results))
 
 

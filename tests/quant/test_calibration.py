@@ -18,7 +18,10 @@ def test_samples_are_windows_of_the_text_and_do_not_overlap():
 
 
 def test_the_seed_decides_which():
-    one, same, other = (draw_samples(list(range(1000)), count=5, length=10, seed=seed, source="x") for seed in (1, 1, 2))
+    one, same, other = (
+        draw_samples(list(range(1000)), count=5, length=10, seed=seed, source="x")
+        for seed in (1, 1, 2)
+    )
     assert one.digest == same.digest != other.digest
 
 
@@ -28,7 +31,10 @@ def test_a_beginning_token_is_part_of_the_length():
 
 
 def test_a_short_text_gives_what_it_has():
-    assert draw_samples(list(range(35)), count=8, length=10, seed=0, source="x").tokens.shape == (3, 10)
+    assert draw_samples(list(range(35)), count=8, length=10, seed=0, source="x").tokens.shape == (
+        3,
+        10,
+    )
     with pytest.raises(OptionError, match="9 tokens are too few for one sample of 10"):
         draw_samples(list(range(9)), count=8, length=10, seed=0, source="x")
 
@@ -41,8 +47,17 @@ def test_the_built_in_text_is_long_and_varied():
 
 def test_json_lines_may_be_texts_or_chats(tmp_path):
     path = tmp_path / "rows.jsonl"
-    rows = [{"text": "first"}, {"messages": [{"role": "user", "content": "second"}, {"role": "assistant", "content": "third"}]},
-            {"turns": ["fourth", "fifth"]}, "sixth"]
+    rows = [
+        {"text": "first"},
+        {
+            "messages": [
+                {"role": "user", "content": "second"},
+                {"role": "assistant", "content": "third"},
+            ]
+        },
+        {"turns": ["fourth", "fifth"]},
+        "sixth",
+    ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     assert read_text(str(path)) == "first\n\nsecond\nthird\n\nfourth\nfifth\n\nsixth"
     path.write_text('{"text": "fine"}\n{"title": "no text"}')
@@ -65,7 +80,9 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 def test_the_cache_gives_back_what_was_put_in_wherever_it_lies(tmp_path):
-    cache = ActivationCache(torch.device("cpu"), Budget(host_bytes=2 * 3 * 4 * 5 * 2), tmp_path, "x")
+    cache = ActivationCache(
+        torch.device("cpu"), Budget(host_bytes=2 * 3 * 4 * 5 * 2), tmp_path, "x"
+    )
     batches = [torch.randn(3, 4, 5).to(torch.bfloat16) for _ in range(4)]
     for batch in batches:
         cache.append(batch)

@@ -15,10 +15,19 @@ from flyweight import LLM, SamplingParams
 from flyweight.quant.lm_eval import evaluate_tasks, score_continuation
 from flyweight.quant.subject import load_subject
 
-pytestmark = [pytest.mark.interop, pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval")]
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval"),
+]
 
-ROWS = [{"question": f"What walks over the {place} hill?", "choices": ["Ann", "a stone", "nobody"], "answer": i % 3}
-        for i, place in enumerate(("green", "old", "far", "steep"))]
+ROWS = [
+    {
+        "question": f"What walks over the {place} hill?",
+        "choices": ["Ann", "a stone", "nobody"],
+        "answer": i % 3,
+    }
+    for i, place in enumerate(("green", "old", "far", "steep"))
+]
 TASKS = {
     "own_choice": """output_type: multiple_choice
 doc_to_text: "{{question}}"
@@ -53,7 +62,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(model, tmp_path_factory):
-    """All three kinds of task in one run; the answers that are expected are what the engine itself says."""
+    """All three kinds of task in one run; the answers that are expected are what the engine itself
+    says."""
     folder = tmp_path_factory.mktemp("tasks")
     engine = LLM(str(model), device="cpu")
     params = SamplingParams(max_tokens=6, temperature=0, stop=["?"])
@@ -62,8 +72,10 @@ def results(model, tmp_path_factory):
     rows = [row | {"answer_text": answer} for row, answer in zip(ROWS, answers, strict=True)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, body in TASKS.items():
-        (folder / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
-                                             f"{folder / 'rows.jsonl'}\ntest_split: test\n{body}")
+        (folder / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+            f"{folder / 'rows.jsonl'}\ntest_split: test\n{body}"
+        )
     return evaluate_tasks(str(model), list(TASKS), folder=str(folder), device="cpu")
 
 
@@ -80,7 +92,10 @@ def test_a_choice_is_right_where_its_likelihood_is_highest(results, subject):
     right = 0
     for row in ROWS:
         context = encode(subject, row["question"])
-        scores = [score_continuation(subject.decoder, context, encode(subject, f" {choice}"))[0] for choice in row["choices"]]
+        scores = [
+            score_continuation(subject.decoder, context, encode(subject, f" {choice}"))[0]
+            for choice in row["choices"]
+        ]
         right += scores.index(max(scores)) == row["answer"]
     assert results["own_choice"]["acc,none"] == pytest.approx(right / len(ROWS))
 
@@ -89,8 +104,12 @@ def test_rolling_likelihood_is_that_of_the_whole_text(results, subject):
     tokenizer = subject.checkpoint.tokenizer()
     start = tokenizer.bos_token_id if subject.bos is not None else tokenizer.eos_token_id
     texts = [row["question"] for row in ROWS]
-    total = sum(score_continuation(subject.decoder, [start], encode(subject, text))[0] for text in texts)
-    assert results["own_rolling"]["bits_per_byte,none"] == pytest.approx(-total / math.log(2) / sum(map(len, texts)))
+    total = sum(
+        score_continuation(subject.decoder, [start], encode(subject, text))[0] for text in texts
+    )
+    assert results["own_rolling"]["bits_per_byte,none"] == pytest.approx(
+        -total / math.log(2) / sum(map(len, texts))
+    )
 
 
 def test_generation_gives_the_engines_own_answers(results):

@@ -52,38 +52,105 @@ def test_the_list_explains_every_scheme(call):
 def test_quantize_then_compare(call, files):
     model, text, folder = files
     for scheme in ("gptq-int4", "gptq-int8"):
-        code, out, err = call("quantize", model, "--scheme", scheme, "-o", folder / scheme, "--calibration", text, "--samples", 4,
-                              "--length", 48, "--eval", text, "--eval-tokens", 200, "--device", "cpu")
+        code, out, err = call(
+            "quantize",
+            model,
+            "--scheme",
+            scheme,
+            "-o",
+            folder / scheme,
+            "--calibration",
+            text,
+            "--samples",
+            4,
+            "--length",
+            48,
+            "--eval",
+            text,
+            "--eval-tokens",
+            200,
+            "--device",
+            "cpu",
+        )
         assert code == 0, err
         assert "bits per weight" in out and "perplexity" in out and "layer error, worst" in out
-    code, out, _ = call("eval", model, folder / "gptq-int4", folder / "gptq-int8", "--text", text, "--tokens", 200,
-                        "--window", 64, "--device", "cpu", "--json")
+    code, out, _ = call(
+        "eval",
+        model,
+        folder / "gptq-int4",
+        folder / "gptq-int8",
+        "--text",
+        text,
+        "--tokens",
+        200,
+        "--window",
+        64,
+        "--device",
+        "cpu",
+        "--json",
+    )
     assert code == 0
     original, four, eight = [json.loads(line) for line in out.splitlines()][1:]
-    assert "kl" not in original and four["kl"] > 10 * eight["kl"] > 0 and four["top1_agreement"] < eight["top1_agreement"]
+    assert (
+        "kl" not in original
+        and four["kl"] > 10 * eight["kl"] > 0
+        and four["top1_agreement"] < eight["top1_agreement"]
+    )
     assert four["bits_per_weight"] < 6 < eight["bits_per_weight"] < original["bits_per_weight"]
-    assert math.isclose(four["perplexity"], original["perplexity"] * math.exp(four["log_ratio"]), rel_tol=1e-6)
-    assert "KL" in call("eval", model, folder / "gptq-int8", "--text", text, "--window", 40, "--device", "cpu")[1]
+    assert math.isclose(
+        four["perplexity"], original["perplexity"] * math.exp(four["log_ratio"]), rel_tol=1e-6
+    )
+    assert (
+        "KL"
+        in call(
+            "eval", model, folder / "gptq-int8", "--text", text, "--window", 40, "--device", "cpu"
+        )[1]
+    )
 
 
 def test_a_context_shorter_than_the_usual_window_is_measured_in_windows_of_its_own(call, tmp_path):
     model = make_tiny_model(tmp_path / "model", max_position_embeddings=32)
     (tmp_path / "text.txt").write_text(TEXT)
     measured = ("--device", "cpu", "--json")
-    code, out, err = call("quantize", model, "--scheme", "rtn-int8", "-o", tmp_path / "int8", "--eval", tmp_path / "text.txt",
-                          "--eval-tokens", 100, *measured)
+    code, out, err = call(
+        "quantize",
+        model,
+        "--scheme",
+        "rtn-int8",
+        "-o",
+        tmp_path / "int8",
+        "--eval",
+        tmp_path / "text.txt",
+        "--eval-tokens",
+        100,
+        *measured,
+    )
     assert code == 0, err
-    code, out, err = call("eval", tmp_path / "int8", "--text", tmp_path / "text.txt", "--tokens", 100, *measured)
+    code, out, err = call(
+        "eval", tmp_path / "int8", "--text", tmp_path / "text.txt", "--tokens", 100, *measured
+    )
     assert code == 0 and json.loads(out.splitlines()[-1])["window"] in (31, 32), err
-    code, _, err = call("eval", tmp_path / "int8", "--text", tmp_path / "text.txt", "--window", 33, "--device", "cpu")
+    code, _, err = call(
+        "eval",
+        tmp_path / "int8",
+        "--text",
+        tmp_path / "text.txt",
+        "--window",
+        33,
+        "--device",
+        "cpu",
+    )
     assert code == 2 and "at most 3" in err
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ([], "quantize needs a model and an output folder"),
-    (["nowhere/", "-o", "x"], "nowhere"),
-    (["preset:smollm2-135m", "-o", "x", "--scheme", "gtpq-int4"], "did you mean 'gptq-int4'"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "quantize needs a model and an output folder"),
+        (["nowhere/", "-o", "x"], "nowhere"),
+        (["preset:smollm2-135m", "-o", "x", "--scheme", "gtpq-int4"], "did you mean 'gptq-int4'"),
+    ],
+)
 def test_mistakes_are_one_line(call, arguments, message):
     code, _, err = call("quantize", *arguments)
     assert code == 2 and message in err and err.count("\n") == 1

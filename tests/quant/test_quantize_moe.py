@@ -1,4 +1,5 @@
-"""Quantized mixtures of experts: every scheme round trips, routers stay, experts without tokens are rounded and counted."""
+"""Quantized mixtures of experts: every scheme round trips, routers stay, experts without tokens are
+rounded and counted."""
 
 import json
 import sys
@@ -22,9 +23,13 @@ from flyweight.quant.rtn import rtn
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import Plain
 
-SMALL = dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2)  # the second layer has no experts
+SMALL = dict(
+    num_hidden_layers=2, num_experts=4, num_experts_per_tok=2
+)  # the second layer has no experts
 TOKENS = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(1))
-SAMPLES = Samples(torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(2)), "random", 0)
+SAMPLES = Samples(
+    torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(2)), "random", 0
+)
 
 
 class Dequantized(Checkpoint):
@@ -35,7 +40,9 @@ class Dequantized(Checkpoint):
 
 
 def logits(folder):
-    return Decoder.load(Dequantized(folder), device="cpu", dtype=torch.float32, exact=True).forward_whole(TOKENS)
+    return Decoder.load(
+        Dequantized(folder), device="cpu", dtype=torch.float32, exact=True
+    ).forward_whole(TOKENS)
 
 
 @torch.no_grad()
@@ -45,12 +52,30 @@ def plain_logits(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
 
 
-@pytest.mark.parametrize(("case", "scheme", "format"), [
-    ("qwen2", "rtn-int4", None), ("qwen3", "rtn-int4", "gptq"), ("qwen2", "gptq-int4", None), ("qwen3", "awq-int4", "awq"),
-    ("qwen2", "w8a8-smooth", None), ("qwen3", "fp8", None), ("qwen3", "vptq:v8-k16-4", None)])
-def test_a_quantized_folder_gives_the_logits_of_its_dequantized_weights_in_transformers(case, scheme, format, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "scheme", "format"),
+    [
+        ("qwen2", "rtn-int4", None),
+        ("qwen3", "rtn-int4", "gptq"),
+        ("qwen2", "gptq-int4", None),
+        ("qwen3", "awq-int4", "awq"),
+        ("qwen2", "w8a8-smooth", None),
+        ("qwen3", "fp8", None),
+        ("qwen3", "vptq:v8-k16-4", None),
+    ],
+)
+def test_a_quantized_folder_gives_the_logits_of_its_dequantized_weights_in_transformers(
+    case, scheme, format, tmp_path
+):
     original = save(case, tmp_path / "base", **SMALL)
-    summary = quantize(tmp_path / "base", scheme, tmp_path / "out", calibration=SAMPLES, format=format, device="cpu")
+    summary = quantize(
+        tmp_path / "base",
+        scheme,
+        tmp_path / "out",
+        calibration=SAMPLES,
+        format=format,
+        device="cpu",
+    )
     convert(tmp_path / "out", tmp_path / "plain", format="plain", dtype="float32")
     found, expected = logits(tmp_path / "out"), plain_logits(tmp_path / "plain")
     assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-5
@@ -60,7 +85,9 @@ def test_a_quantized_folder_gives_the_logits_of_its_dequantized_weights_in_trans
     checkpoint = Checkpoint(tmp_path / "out")
     for name in checkpoint.names():
         if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
-            assert torch.equal(checkpoint.tensor(name), dict(original.named_parameters())[name].data)
+            assert torch.equal(
+                checkpoint.tensor(name), dict(original.named_parameters())[name].data
+            )
     ignored = json.dumps(checkpoint.config["quantization_config"])
     assert "model.layers.0.mlp.gate" in ignored or format in ("gptq", "awq") or "vptq" in scheme
     assert sum("expert" in name for name in summary.layers) == 4 * 3 + (3 if case == "qwen2" else 0)
@@ -69,9 +96,18 @@ def test_a_quantized_folder_gives_the_logits_of_its_dequantized_weights_in_trans
 def test_experts_that_few_tokens_reached_are_rounded_to_nearest_and_counted(tmp_path, monkeypatch):
     save("qwen3", tmp_path / "base", **SMALL)
     monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 1 << 20)
-    summary = quantize(tmp_path / "base", "gptq-int4", tmp_path / "out", calibration=SAMPLES, device="cpu")
-    assert summary.notes == ("12 of 12 expert linears saw fewer than 1048576 calibration tokens and were rounded to nearest",)
-    first = {name: facts for name, facts in summary.layers.items() if name.startswith("model.layers.0.mlp.")}
+    summary = quantize(
+        tmp_path / "base", "gptq-int4", tmp_path / "out", calibration=SAMPLES, device="cpu"
+    )
+    assert summary.notes == (
+        "12 of 12 expert linears saw fewer than 1048576 calibration tokens and were rounded to "
+        "nearest",
+    )
+    first = {
+        name: facts
+        for name, facts in summary.layers.items()
+        if name.startswith("model.layers.0.mlp.")
+    }
     tokens = [facts["tokens"] for name, facts in first.items() if "up_proj" in name]
     assert sum(tokens) == 4 * 64 * 2  # each token goes to two
     assert "tokens" not in summary.layers["model.layers.0.self_attn.q_proj"]
@@ -80,7 +116,12 @@ def test_experts_that_few_tokens_reached_are_rounded_to_nearest_and_counted(tmp_
 def test_no_note_where_every_expert_saw_enough(tmp_path, monkeypatch):
     save("qwen2", tmp_path / "base", **SMALL)
     monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 0)
-    assert quantize(tmp_path / "base", "gptq-int4", tmp_path / "out", calibration=SAMPLES, device="cpu").notes == ()
+    assert (
+        quantize(
+            tmp_path / "base", "gptq-int4", tmp_path / "out", calibration=SAMPLES, device="cpu"
+        ).notes
+        == ()
+    )
 
 
 def test_uniform_statistics_make_gptq_round_to_nearest():
@@ -92,9 +133,25 @@ def test_uniform_statistics_make_gptq_round_to_nearest():
 
 def test_a_run_that_was_cut_off_goes_on_with_the_same_bytes(tmp_path):
     save("qwen2", tmp_path / "base", **SMALL)
-    whole = quantize(tmp_path / "base", "gptq-int4", tmp_path / "whole", calibration=SAMPLES, device="cpu")
-    quantize(tmp_path / "base", "gptq-int4", tmp_path / "parts", calibration=SAMPLES, device="cpu", blocks=1)
-    parts = quantize(tmp_path / "base", "gptq-int4", tmp_path / "parts", calibration=SAMPLES, device="cpu", resume=True)
+    whole = quantize(
+        tmp_path / "base", "gptq-int4", tmp_path / "whole", calibration=SAMPLES, device="cpu"
+    )
+    quantize(
+        tmp_path / "base",
+        "gptq-int4",
+        tmp_path / "parts",
+        calibration=SAMPLES,
+        device="cpu",
+        blocks=1,
+    )
+    parts = quantize(
+        tmp_path / "base",
+        "gptq-int4",
+        tmp_path / "parts",
+        calibration=SAMPLES,
+        device="cpu",
+        resume=True,
+    )
     assert whole.layers == parts.layers
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()
@@ -105,6 +162,10 @@ def test_rounding_is_learned_through_the_experts_too(tmp_path):
 
     save("qwen3", tmp_path / "base", **SMALL | dict(num_hidden_layers=1))
     mine = recipe.Recipe.from_dict({"base": "rtn-int4", "learn_steps": 3}, "mine")
-    quantize(tmp_path / "base", recipe=mine, output=tmp_path / "out", calibration=SAMPLES, device="cpu")
-    learned = json.loads((tmp_path / "out" / "flyweight.json").read_text())["transforms"]["model.layers.0"]["learned"]
+    quantize(
+        tmp_path / "base", recipe=mine, output=tmp_path / "out", calibration=SAMPLES, device="cpu"
+    )
+    learned = json.loads((tmp_path / "out" / "flyweight.json").read_text())["transforms"][
+        "model.layers.0"
+    ]["learned"]
     assert learned["after"] <= learned["before"]

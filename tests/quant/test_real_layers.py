@@ -7,8 +7,8 @@ import torch
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.kernels import reference
-from flyweight.models.config import ModelConfig
 from flyweight.models.attention import Whole
+from flyweight.models.config import ModelConfig
 from flyweight.models.rope import rope_tables
 from flyweight.quant.calibration import BUILT_IN, read_text
 from flyweight.quant.recipe import Layer
@@ -22,8 +22,14 @@ def block(smollm2):
     """The first block, and the statistics of its inputs over 512 tokens of the built-in text."""
     source, device = Checkpoint(smollm2), torch.device("cpu")
     config = ModelConfig.from_dict(source.config)
-    ids = torch.tensor(source.tokenizer().encode(read_text(BUILT_IN), add_special_tokens=False, verbose=False)[:512])
-    x = torch.nn.functional.embedding(ids.view(2, 256), source.tensor("model.embed_tokens.weight").float())
+    ids = torch.tensor(
+        source.tokenizer().encode(read_text(BUILT_IN), add_special_tokens=False, verbose=False)[
+            :512
+        ]
+    )
+    x = torch.nn.functional.embedding(
+        ids.view(2, 256), source.tensor("model.embed_tokens.weight").float()
+    )
     work = WorkBlock.load(source, config, 0, device=device, dtype=torch.float32)
     # The default model comes from a four-bit file; scaled rows and columns lie on no grid.
     generator = torch.Generator().manual_seed(0)
@@ -37,13 +43,23 @@ def block(smollm2):
 INTEGERS = dict(bits=4, group_size=64)
 
 
-@pytest.mark.parametrize(("solver", "nearest"), [
-    (Layer("gptq", **INTEGERS), Layer("rtn", **INTEGERS)),
-    (Layer("gptq", ranges="importance", sweeps=1, symmetric=False, **INTEGERS), Layer("rtn", symmetric=False, **INTEGERS)),
-    (Layer("awq", **INTEGERS), Layer("rtn", **INTEGERS)),
-    (Layer("gptq", bits=8, group_size=-1, activations="int8"), Layer("rtn", bits=8, group_size=-1, activations="int8")),
-    (Layer("vptq", bits=3, refits=0), Layer("rtn", bits=3, group_size=64)),
-], ids=["gptq", "gptq-best", "awq", "w8a8-gptq", "vptq"])
+@pytest.mark.parametrize(
+    ("solver", "nearest"),
+    [
+        (Layer("gptq", **INTEGERS), Layer("rtn", **INTEGERS)),
+        (
+            Layer("gptq", ranges="importance", sweeps=1, symmetric=False, **INTEGERS),
+            Layer("rtn", symmetric=False, **INTEGERS),
+        ),
+        (Layer("awq", **INTEGERS), Layer("rtn", **INTEGERS)),
+        (
+            Layer("gptq", bits=8, group_size=-1, activations="int8"),
+            Layer("rtn", bits=8, group_size=-1, activations="int8"),
+        ),
+        (Layer("vptq", bits=3, refits=0), Layer("rtn", bits=3, group_size=64)),
+    ],
+    ids=["gptq", "gptq-best", "awq", "w8a8-gptq", "vptq"],
+)
 @pytest.mark.parametrize("group", ["o", "qkv"])
 def test_no_solver_is_worse_than_rounding(group, solver, nearest, block):
     work, statistics = block
@@ -53,7 +69,9 @@ def test_no_solver_is_worse_than_rounding(group, solver, nearest, block):
     def error(layer):
         with torch.no_grad():
             made = solve_group(weights, [layer], statistics[group], dtype=torch.float16)
-        return layer_error(weights[0], made[0].dequantize(), statistics[group].hessian), made[0].bits_per_weight
+        return layer_error(weights[0], made[0].dequantize(), statistics[group].hessian), made[
+            0
+        ].bits_per_weight
 
     (found, bits), (baseline, limit) = error(solver), error(nearest)
     assert found < baseline
@@ -65,6 +83,11 @@ def test_siblings_solved_together_are_what_each_is_alone(block):
     layer = dataclasses.replace(Layer("gptq", **INTEGERS), ranges="importance")
     weights = [work.weights[f"self_attn.{name}_proj"] for name in "kv"]
     together = solve_group(weights, [layer, layer], statistics["qkv"], dtype=torch.float16)
-    alone = [solve_group([weight], [layer], statistics["qkv"], dtype=torch.float16)[0] for weight in weights]
+    alone = [
+        solve_group([weight], [layer], statistics["qkv"], dtype=torch.float16)[0]
+        for weight in weights
+    ]
     for joint, single in zip(together, alone, strict=True):
-        assert (joint.values() != single.values()).float().mean() < 0.01  # sums of other widths round differently
+        assert (
+            joint.values() != single.values()
+        ).float().mean() < 0.01  # sums of other widths round differently

@@ -1,4 +1,5 @@
-"""What a run may go on with: its own blocks, whole, made from files that nobody has touched since."""
+"""What a run may go on with: its own blocks, whole, made from files that nobody has touched
+since."""
 
 import hashlib
 import os
@@ -37,13 +38,24 @@ def begun(model, text, tmp_path):
 
 def make(model, text, output, **options):
     seen = []
-    quantize(model, "gptq-int4", output, calibration=str(text), samples=4, length=48, device="cpu",
-             listen=lambda event: seen.append((event.kind, event.block)), **options)
+    quantize(
+        model,
+        "gptq-int4",
+        output,
+        calibration=str(text),
+        samples=4,
+        length=48,
+        device="cpu",
+        listen=lambda event: seen.append((event.kind, event.block)),
+        **options,
+    )
     return [item for item in seen if item[0] in ("resumed", "finished")]
 
 
 def digest(folder):
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(folder.iterdir()))).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.name.encode() + path.read_bytes() for path in sorted(folder.iterdir()))
+    ).hexdigest()
 
 
 def flip(path, at):
@@ -64,7 +76,9 @@ def test_files_that_were_written_again_are_not_continued(model, text, tmp_path, 
     weights = next(model.glob("*.safetensors"))
     facts = weights.stat()
     os.utime(weights, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
-    with pytest.raises(OptionError, match=r"another weight files\); repeat that command, or run without --resume"):
+    with pytest.raises(
+        OptionError, match=r"another weight files\); repeat that command, or run without --resume"
+    ):
         make(model, text, tmp_path / "out", resume=True)
 
 
@@ -72,7 +86,10 @@ def test_a_damaged_block_is_made_again_to_the_same_bytes(model, text, tmp_path, 
     make(model, text, tmp_path / "whole")
     block = begun / "block-0001.safetensors"
     flip(block, block.stat().st_size - 5)
-    with pytest.warns(UserWarning, match=r"block-0001\.safetensors: damaged since it was written; it is made again"):
+    with pytest.warns(
+        UserWarning,
+        match=r"block-0001\.safetensors: damaged since it was written; it is made again",
+    ):
         events = make(model, text, tmp_path / "out", resume=True)
     assert events == [("resumed", 0), ("finished", 1), ("finished", 2)]
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
@@ -81,9 +98,16 @@ def test_a_damaged_block_is_made_again_to_the_same_bytes(model, text, tmp_path, 
 def test_a_torn_note_is_one_clear_line(model, text, tmp_path, begun):
     note = begun / "run.json"
     note.write_text(note.read_text()[:20])
-    with pytest.raises(OptionError, match=r"run\.json: damaged \(.*\), so what is beside it cannot be continued; run without"):
+    with pytest.raises(
+        OptionError,
+        match=r"run\.json: damaged \(.*\), so what is beside it cannot be continued; run without",
+    ):
         make(model, text, tmp_path / "out", resume=True)
-    assert make(model, text, tmp_path / "out") == [("finished", 0), ("finished", 1), ("finished", 2)]
+    assert make(model, text, tmp_path / "out") == [
+        ("finished", 0),
+        ("finished", 1),
+        ("finished", 2),
+    ]
 
 
 def test_a_finished_model_of_older_weights_is_not_taken_for_done(model, text, tmp_path):
@@ -108,8 +132,11 @@ def test_the_digest_sees_every_part_of_a_large_file(tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_an_interrupted_overwrite_left_is_dealt_with_before_the_work(model, text, tmp_path, overwrite):
-    """Cut off between its renames: the old model is back, and is not overwritten unasked after hours of work."""
+def test_what_an_interrupted_overwrite_left_is_dealt_with_before_the_work(
+    model, text, tmp_path, overwrite
+):
+    """Cut off between its renames: the old model is back, and is not overwritten unasked after
+    hours of work."""
     output = tmp_path / "out"
     old = previous_of(output)
     for folder in (old, tmp_path / ".out.partial"):

@@ -11,7 +11,13 @@ from flyweight.quant.noise import Adam, quietest, token_noise, weight_noise
 from flyweight.quant.rtn import rtn, to_int8_channel
 from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales, w8a8_error
 from flyweight.quant.sparsegpt import prune24
-from flyweight.quant.statistics import NonFiniteError, Statistics, inverse_factor, layer_error, quadratic
+from flyweight.quant.statistics import (
+    NonFiniteError,
+    Statistics,
+    inverse_factor,
+    layer_error,
+    quadratic,
+)
 from flyweight.quant.vptq import VPTQ, vptq
 from flyweight.tensors import Sparse24
 
@@ -24,7 +30,9 @@ def inputs(columns: int, tokens: int = 700, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, columns, generator=generator) @ mix * loud
 
 
-def problem(rows: int = 48, columns: int = 96, seed: int = 0) -> tuple[torch.Tensor, Statistics, torch.Tensor]:
+def problem(
+    rows: int = 48, columns: int = 96, seed: int = 0
+) -> tuple[torch.Tensor, Statistics, torch.Tensor]:
     x = inputs(columns, seed=seed)
     statistics = Statistics(columns)
     for part in x.split(100):
@@ -52,8 +60,13 @@ def test_every_integer_solver_is_at_least_as_good_as_rounding(bits, symmetric, r
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_searched_range_has_no_larger_square_error_in_any_group(symmetric):
     weight, _, _ = problem()
-    errors = [(rtn(weight, Integers(4, 32, symmetric, ranges)).dequantize() - weight).square().unflatten(1, (-1, 32)).sum(-1)
-              for ranges in ("minmax", "mse")]
+    errors = [
+        (rtn(weight, Integers(4, 32, symmetric, ranges)).dequantize() - weight)
+        .square()
+        .unflatten(1, (-1, 32))
+        .sum(-1)
+        for ranges in ("minmax", "mse")
+    ]
     assert (errors[1] <= errors[0] * (1 + 1e-5)).all() and errors[1].sum() < 0.95 * errors[0].sum()
 
 
@@ -61,21 +74,30 @@ def test_each_refinement_lowers_the_error_of_the_one_before():
     weight, statistics, _ = problem()
     plain = Integers(4, 32, True, "minmax")
     searched = Integers(4, 32, True, "importance")
-    figures = [error(weight, tensor, statistics) for tensor in (
-        rtn(weight, plain), gptq(weight, statistics, plain, GPTQ()), gptq(weight, statistics, searched, GPTQ()),
-        gptq(weight, statistics, searched, GPTQ(sweeps=3)))]
+    figures = [
+        error(weight, tensor, statistics)
+        for tensor in (
+            rtn(weight, plain),
+            gptq(weight, statistics, plain, GPTQ()),
+            gptq(weight, statistics, searched, GPTQ()),
+            gptq(weight, statistics, searched, GPTQ(sweeps=3)),
+        )
+    ]
     assert figures == sorted(figures, reverse=True)
 
 
 def naive_gptq(weight, hessian, settings, ridge):
-    """The method as the paper states it: after each column, the exact minimizer over all columns still free."""
+    """The method as the paper states it: after each column, the exact minimizer over all columns
+    still free."""
     weight, grid = weight.double().clone(), make_grid(weight, settings)
     scales, zeros = (tensor.double() for tensor in grid.expand())
     columns = weight.shape[1]
     hessian = hessian.double() + ridge * torch.eye(columns, dtype=torch.float64)
     codes = torch.zeros_like(weight)
     for i in range(columns):
-        codes[:, i] = torch.clamp(torch.round(weight[:, i] / scales[:, i]) + zeros[:, i], 0, 2**settings.bits - 1)
+        codes[:, i] = torch.clamp(
+            torch.round(weight[:, i] / scales[:, i]) + zeros[:, i], 0, 2**settings.bits - 1
+        )
         miss = weight[:, i] - (codes[:, i] - zeros[:, i]) * scales[:, i]
         if i + 1 < columns:
             rest = hessian[i + 1 :, i + 1 :]
@@ -102,7 +124,9 @@ def test_rounding_has_the_scales_of_compressed_tensors():
     weight = torch.tensor([[0.75, -1.5, 0.3, 0.0], [0.2, 0.1, 0.4, 0.6]])
     symmetric = rtn(weight, Integers(4, 4, scale_dtype=torch.float32))
     torch.testing.assert_close(symmetric.scales, torch.tensor([[1.5 / 7.5], [0.6 / 7.5]]))
-    assert symmetric.integers()[0].tolist() == [4, -8, 2, 0] or symmetric.integers()[0].tolist() == [4, -7, 2, 0]
+    assert symmetric.integers()[0].tolist() == [4, -8, 2, 0] or symmetric.integers()[
+        0
+    ].tolist() == [4, -7, 2, 0]
     asymmetric = rtn(weight, Integers(4, 4, symmetric=False, scale_dtype=torch.float32))
     torch.testing.assert_close(asymmetric.scales, torch.tensor([[2.25 / 15], [0.6 / 15]]))
     assert asymmetric.zeros.flatten().tolist() == [10, 0]  # the range always holds zero
@@ -111,16 +135,25 @@ def test_rounding_has_the_scales_of_compressed_tensors():
 def test_scales_are_what_the_file_holds():
     weight, statistics, _ = problem()
     for dtype in (torch.float16, torch.bfloat16):
-        tensor = gptq(weight, statistics, Integers(4, 32, ranges="importance", scale_dtype=dtype), GPTQ(sweeps=1))
+        tensor = gptq(
+            weight,
+            statistics,
+            Integers(4, 32, ranges="importance", scale_dtype=dtype),
+            GPTQ(sweeps=1),
+        )
         assert tensor.scales.dtype == dtype
-        assert error(weight, tensor, statistics) < error(weight, rtn(weight, Integers(4, 32, scale_dtype=dtype)), statistics)
+        assert error(weight, tensor, statistics) < error(
+            weight, rtn(weight, Integers(4, 32, scale_dtype=dtype)), statistics
+        )
 
 
 def test_a_zero_weight_stays_zero():
     weight, statistics, _ = problem()
     for symmetric in (True, False):
-        for tensor in (rtn(weight * 0, Integers(4, 32, symmetric, "importance")),
-                       gptq(weight * 0, statistics, Integers(4, 32, symmetric), GPTQ(sweeps=1))):
+        for tensor in (
+            rtn(weight * 0, Integers(4, 32, symmetric, "importance")),
+            gptq(weight * 0, statistics, Integers(4, 32, symmetric), GPTQ(sweeps=1)),
+        ):
             assert not tensor.dequantize().any()
 
 
@@ -144,7 +177,9 @@ def test_a_singular_hessian_is_damped_until_it_works():
     statistics = Statistics(64)
     statistics.add(x)
     weight = torch.randn(16, 64)
-    assert torch.isfinite(gptq(weight, statistics, Integers(4, 32), GPTQ(damping=0.0)).dequantize()).all()
+    assert torch.isfinite(
+        gptq(weight, statistics, Integers(4, 32), GPTQ(damping=0.0)).dequantize()
+    ).all()
 
 
 def test_damping_grows_where_samples_are_few():
@@ -160,7 +195,9 @@ def test_the_factor_is_that_of_the_inverse():
     hessian = torch.cov(inputs(40).T)
     upper = inverse_factor(hessian, 0.1)
     assert torch.equal(upper, upper.triu())
-    torch.testing.assert_close(upper.T @ upper, torch.linalg.inv(hessian + 0.1 * torch.eye(40)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        upper.T @ upper, torch.linalg.inv(hessian + 0.1 * torch.eye(40)), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_statistics_do_not_depend_on_how_tokens_are_cut():
@@ -185,9 +222,13 @@ def test_awq_scales_lower_the_error_and_fold_away():
     settings = Integers(4, 32, symmetric=False)
     ratio, scales = search_scales(statistics, [weight], settings)
     assert ratio > 0
-    torch.testing.assert_close((x / scales) @ (weight * scales).T, x @ weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        (x / scales) @ (weight * scales).T, x @ weight.T, rtol=1e-4, atol=1e-4
+    )
     scaled = awq_round(weight * scales, statistics.scaled(scales), settings).dequantize() / scales
-    assert layer_error(weight, scaled, statistics.hessian) < error(weight, rtn(weight, settings), statistics)
+    assert layer_error(weight, scaled, statistics.hessian) < error(
+        weight, rtn(weight, settings), statistics
+    )
 
 
 def test_ranges_at_eight_bits_are_tried_finely_enough_to_matter():
@@ -204,7 +245,9 @@ def test_statistics_follow_a_scaling_without_another_pass():
     again.add(x / scales)
     scaled = statistics.scaled(scales)
     for name in ("hessian", "mean_absolute", "largest", "importance"):
-        torch.testing.assert_close(getattr(scaled, name), getattr(again, name), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            getattr(scaled, name), getattr(again, name), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_smoothing_is_never_worse_than_none_and_folds_away():
@@ -222,8 +265,14 @@ def test_weights_alone_are_smoothed_only_as_far_as_it_helps_them():
     weight, statistics, x = problem()
     x[:, 5] *= 60
     found = output_error(statistics, [weight], Integers(8, -1))
-    alpha, scales = search_alpha(found, [x.abs().amax(0)], [weight])  # sizes that say nothing of what the weights need
-    assert found(scales) <= found(torch.ones(96)) < found(smooth_scales(x.abs().amax(0), [weight], 0.5))
+    alpha, scales = search_alpha(
+        found, [x.abs().amax(0)], [weight]
+    )  # sizes that say nothing of what the weights need
+    assert (
+        found(scales)
+        <= found(torch.ones(96))
+        < found(smooth_scales(x.abs().amax(0), [weight], 0.5))
+    )
     assert alpha == 0 or found(scales) < found(torch.ones(96))
 
 
@@ -237,8 +286,13 @@ def test_refined_scales_make_less_noise_on_tokens_they_were_not_learned_on():
     noise = int8_noise(x, [weight], largest=largest, tokens=len(x))
     refined = refine(x, [weight], scales, noise)
     assert found(refined) < found(scales)
-    pairs = refine(x, [weight], scales, noise,
-                   allowed=lambda s: s.view(-1, 2).mean(1, keepdim=True).expand(-1, 2).reshape(-1))
+    pairs = refine(
+        x,
+        [weight],
+        scales,
+        noise,
+        allowed=lambda s: s.view(-1, 2).mean(1, keepdim=True).expand(-1, 2).reshape(-1),
+    )
     assert torch.equal(pairs[::2], pairs[1::2])
 
 
@@ -247,19 +301,29 @@ def test_a_channel_that_the_sample_saw_quiet_keeps_a_scale_for_its_largest_value
     x[:, 5] *= 1e-3
     largest = x.abs().amax(0)
     largest[5] = 300.0  # in a token that is not in the sample
-    known, unknown = (quietest(token_noise(x, weight, most, tokens=10 * len(x)), torch.ones(96), lambda s: s)
-                      for most in (largest, x.abs().amax(0)))
+    known, unknown = (
+        quietest(token_noise(x, weight, most, tokens=10 * len(x)), torch.ones(96), lambda s: s)
+        for most in (largest, x.abs().amax(0))
+    )
     assert known[5] > 2 * unknown[5]
 
 
 @pytest.mark.parametrize("group_size", [-1, 32])
 def test_expected_noise_of_weights_is_what_rounding_makes(group_size):
     weight, statistics, _ = problem(rows=400)
-    settings = Integers(8, group_size, symmetric=False)  # symmetric, a group's largest may be half a step off besides
-    noise = weight_noise(weight, statistics.importance, group_size=settings.group_columns(96), symmetric=False)
+    settings = Integers(
+        8, group_size, symmetric=False
+    )  # symmetric, a group's largest may be half a step off besides
+    noise = weight_noise(
+        weight, statistics.importance, group_size=settings.group_columns(96), symmetric=False
+    )
     for scales in (torch.ones(96), statistics.importance.pow(0.25)):
-        difference = (round_weight(weight * scales, settings) / scales - weight).square() * statistics.importance
-        assert float(noise(scales)) / 255**2 / 12 == pytest.approx(float(difference.sum()), rel=0.05)
+        difference = (
+            round_weight(weight * scales, settings) / scales - weight
+        ).square() * statistics.importance
+        assert float(noise(scales)) / 255**2 / 12 == pytest.approx(
+            float(difference.sum()), rel=0.05
+        )
 
 
 def pattern_holds(weight: torch.Tensor) -> bool:
@@ -271,11 +335,18 @@ def test_two_of_four_survive_every_later_step(symmetric):
     weight, statistics, _ = problem()
     settings = Integers(4, 32, symmetric, "importance")
     pruned, mask, joint = prune24(weight, statistics, settings=settings)
-    assert pattern_holds(pruned) and pattern_holds(joint.dequantize()) and bool((mask.unflatten(1, (-1, 4)).sum(-1) == 2).all())
+    assert (
+        pattern_holds(pruned)
+        and pattern_holds(joint.dequantize())
+        and bool((mask.unflatten(1, (-1, 4)).sum(-1) == 2).all())
+    )
     pruned, mask, _ = prune24(weight, statistics)
     scales = torch.linspace(0.5, 2, 96)
-    for tensor in (gptq(pruned, statistics, settings, GPTQ(sweeps=2), mask=mask, target=weight),
-                   awq_round(pruned * scales, statistics.scaled(scales), settings), rtn(pruned, settings)):
+    for tensor in (
+        gptq(pruned, statistics, settings, GPTQ(sweeps=2), mask=mask, target=weight),
+        awq_round(pruned * scales, statistics.scaled(scales), settings),
+        rtn(pruned, settings),
+    ):
         assert pattern_holds(tensor.dequantize())
         packed = Sparse24.from_dense(tensor)
         assert packed is not None and torch.equal(packed.dequantize(), tensor.dequantize())
@@ -287,7 +358,9 @@ def test_pruning_by_second_moments_beats_pruning_by_size():
     groups = weight.unflatten(1, (-1, 4))
     kept = torch.zeros_like(groups).scatter_(-1, groups.abs().topk(2, -1).indices, 1.0)
     by_size = (groups * kept).flatten(1)
-    assert layer_error(weight, pruned, statistics.hessian) < layer_error(weight, by_size, statistics.hessian)
+    assert layer_error(weight, pruned, statistics.hessian) < layer_error(
+        weight, by_size, statistics.hessian
+    )
 
 
 def test_int8_channels_are_the_same_numbers():
@@ -310,7 +383,9 @@ def test_float8_is_close_and_its_input_scale_covers_the_input(scales, activation
 def test_float8_scales_are_chosen_for_the_least_error(scales):
     weight, _, _ = problem(rows=256)
     made = fp8(weight, FP8(scales))
-    whole = (weight.abs().amax(1, keepdim=True) if scales == "channel" else weight.abs().amax()) / 448
+    whole = (
+        weight.abs().amax(1, keepdim=True) if scales == "channel" else weight.abs().amax()
+    ) / 448
     plain = (weight / whole).to(torch.float8_e4m3fn).float() * whole
     before, after = ((values - weight).square().sum(1) for values in (plain, made.dequantize()))
     assert after.sum() < (0.95 if scales == "channel" else 1) * before.sum()
@@ -330,23 +405,36 @@ def test_rounding_some_rows_at_a_time_gives_the_same_bytes(monkeypatch):
     whole = rtn(weight, settings)
     monkeypatch.setattr("flyweight.quant.rtn.AT_ONCE", 7 * 256)
     parts = rtn(weight, settings)
-    assert all(torch.equal(tensor, parts.tensors()[name]) for name, tensor in whole.tensors().items())
+    assert all(
+        torch.equal(tensor, parts.tensors()[name]) for name, tensor in whole.tensors().items()
+    )
 
 
 def test_an_error_without_statistics_is_that_of_the_weight():
     weight = torch.randn(8, 64)
     quantized = weight + 0.1 * torch.randn_like(weight)
-    assert layer_error(weight, quantized, None) == pytest.approx(layer_error(weight, quantized, torch.eye(64)), rel=1e-5)
+    assert layer_error(weight, quantized, None) == pytest.approx(
+        layer_error(weight, quantized, torch.eye(64)), rel=1e-5
+    )
 
 
 def test_clipping_lowers_the_error_of_every_row_even_where_inputs_have_a_mean():
     generator = torch.Generator().manual_seed(0)
     statistics = Statistics(96)
-    statistics.add(torch.randn(400, 96, generator=generator) + 2)  # errors of one sign add up from group to group
-    weight = torch.randn(24, 96, generator=generator).abs() * torch.rand(24, 96, generator=generator) ** 2
+    statistics.add(
+        torch.randn(400, 96, generator=generator) + 2
+    )  # errors of one sign add up from group to group
+    weight = (
+        torch.randn(24, 96, generator=generator).abs()
+        * torch.rand(24, 96, generator=generator) ** 2
+    )
     settings = Integers(3, 16, symmetric=False)
-    rows = [((made.dequantize() - weight) @ statistics.hessian * (made.dequantize() - weight)).sum(1)
-            for made in (awq_round(weight, statistics, settings, clipped=clipped) for clipped in (True, False))]
+    rows = [
+        ((made.dequantize() - weight) @ statistics.hessian * (made.dequantize() - weight)).sum(1)
+        for made in (
+            awq_round(weight, statistics, settings, clipped=clipped) for clipped in (True, False)
+        )
+    ]
     assert (rows[0] <= rows[1] * (1 + 1e-5)).all() and rows[0].sum() < 0.8 * rows[1].sum()
 
 
@@ -384,6 +472,14 @@ def test_our_adam_steps_as_torchs():
 
 @pytest.mark.parametrize("group_size", [-1, 32])
 def test_clipping_stays_on_the_device_of_the_weight(group_size):
-    """On meta, where a tensor of another device is an error as it is on a GPU, and nothing is computed."""
-    grid = clip(torch.empty(8, 64, device="meta"), Statistics.uniform(64, "meta"), Integers(bits=8, group_size=group_size))
-    assert grid.scales.device.type == "meta" and grid.scales.shape == (8, 1 if group_size < 0 else 2)
+    """On meta, where a tensor of another device is an error as it is on a GPU, and nothing is
+    computed."""
+    grid = clip(
+        torch.empty(8, 64, device="meta"),
+        Statistics.uniform(64, "meta"),
+        Integers(bits=8, group_size=group_size),
+    )
+    assert grid.scales.device.type == "meta" and grid.scales.shape == (
+        8,
+        1 if group_size < 0 else 2,
+    )

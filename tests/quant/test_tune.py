@@ -13,8 +13,8 @@ from tiny_model import TEXT, make_tiny_model
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
-from flyweight.models.config import ModelConfig
 from flyweight.models.attention import Whole
+from flyweight.models.config import ModelConfig
 from flyweight.models.rope import rope_tables
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
@@ -32,14 +32,26 @@ def model(tmp_path_factory):
 def make(model, tmp_path, name, **keys):
     (tmp_path / "text.txt").write_text(TEXT)
     recipe = Recipe.from_dict({"tune_batch": 4, "tune_rate": 0.01} | keys, name)
-    return quantize(model, output=tmp_path / name, recipe=recipe, calibration=str(tmp_path / "text.txt"), samples=16, length=48,
-                    device="cpu")
+    return quantize(
+        model,
+        output=tmp_path / name,
+        recipe=recipe,
+        calibration=str(tmp_path / "text.txt"),
+        samples=16,
+        length=48,
+        device="cpu",
+    )
 
 
-@pytest.mark.parametrize("keys", [
-    {"base": "gptq-int3", "tune_steps": 8}, {"base": "gptq-int4", "tune_rounding": 0.6, "tune_steps": 16},
-    {"base": "vptq-2bit", "vector_length": 2, "centroids": 16, "refits": 0, "tune_steps": 8}],
-    ids=["scales", "codes", "books"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"base": "gptq-int3", "tune_steps": 8},
+        {"base": "gptq-int4", "tune_rounding": 0.6, "tune_steps": 16},
+        {"base": "vptq-2bit", "vector_length": 2, "centroids": 16, "refits": 0, "tune_steps": 8},
+    ],
+    ids=["scales", "codes", "books"],
+)
 def test_tuning_lowers_the_divergence_on_samples_that_it_does_not_see(keys, model, tmp_path):
     summary = make(model, tmp_path, "out", **keys)
     facts = json.loads((summary.output / "flyweight.json").read_text())
@@ -47,8 +59,12 @@ def test_tuning_lowers_the_divergence_on_samples_that_it_does_not_see(keys, mode
     before = make(model, tmp_path, "plain", **keys | {"tune_steps": 0})
     names = ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj")
     for name in names:  # the same bits are stored, with other values
-        tuned, plain = (Checkpoint(folder).linear(name) for folder in (summary.output, before.output))
-        assert tuned.nbytes == plain.nbytes and not torch.equal(tuned.dequantize(), plain.dequantize())
+        tuned, plain = (
+            Checkpoint(folder).linear(name) for folder in (summary.output, before.output)
+        )
+        assert tuned.nbytes == plain.nbytes and not torch.equal(
+            tuned.dequantize(), plain.dequantize()
+        )
     assert summary.bytes_after == before.bytes_after
 
 
@@ -56,14 +72,22 @@ def test_what_does_not_help_is_thrown_away(model, tmp_path):
     summary = make(model, tmp_path, "wild", base="gptq-int3", tune_steps=2, tune_rate=3.0)
     plain = make(model, tmp_path, "plain", base="gptq-int3")
     for name in Checkpoint(plain.output).names():
-        assert torch.equal(Checkpoint(summary.output).tensor(name), Checkpoint(plain.output).tensor(name)), name
+        assert torch.equal(
+            Checkpoint(summary.output).tensor(name), Checkpoint(plain.output).tensor(name)
+        ), name
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_part_starts_as_the_tensor_that_it_is_made_of(symmetric):
-    tensor = IntGroup.random((12, 64), bits=4, group_size=32, symmetric=symmetric, dtype=torch.float16)
+    tensor = IntGroup.random(
+        (12, 64), bits=4, group_size=32, symmetric=symmetric, dtype=torch.float16
+    )
     vectors = VectorQuant.random((16, 64), length=4, main=32, residual=8, dtype=torch.float16)
-    for part in (Part(tensor, rounding=False), Part(tensor, rounding=True), Part(vectors, rounding=False)):
+    for part in (
+        Part(tensor, rounding=False),
+        Part(tensor, rounding=True),
+        Part(vectors, rounding=False),
+    ):
         torch.testing.assert_close(part.weight().detach(), part.tensor.dequantize())
         torch.testing.assert_close(part.result().dequantize(), part.tensor.dequantize())
 
@@ -88,12 +112,16 @@ def test_gradients_block_by_block_are_those_of_the_whole(model):
     predictions, blocks = Predictions(Norm(norm, config.epsilon), head), []
     for index in range(2):
         work = WorkBlock.load(source, config, index, device=device, dtype=torch.float32)
-        layer = Recipe.from_dict({"base": "rtn-int4", "group_size": 32}, "x").layer.integers(torch.float32)
+        layer = Recipe.from_dict({"base": "rtn-int4", "group_size": 32}, "x").layer.integers(
+            torch.float32
+        )
         work.quantized = {name: rtn(weight, layer) for name, weight in work.weights.items()}
         blocks.append(TunedBlock(work, context, Tuning(rate=0.0)))
     seen = []
     for block in blocks:  # keep the gradients that the step would use up
-        block.adam.step = lambda block=block: seen.append([p.grad.clone() for p in block.adam.param_groups[0]["params"]])
+        block.adam.step = lambda block=block: seen.append(
+            [p.grad.clone() for p in block.adam.param_groups[0]["params"]]
+        )
     with torch.no_grad():
         middle = blocks[0].forward(x)
         gradient = predictions.divergence(blocks[1].forward(middle), wanted, gradient=True)[1]
@@ -119,4 +147,6 @@ def test_a_block_of_codebooks_is_tuned_towards_the_output_of_the_originals(model
     books = {"base": "vptq-2bit", "vector_length": 2, "centroids": 16, "refits": 0, "tune_steps": 0}
     summary = make(model, tmp_path, "out", **books, learn_steps=8, learn_batch=4, learn_rate=0.01)
     facts = json.loads((summary.output / "flyweight.json").read_text())["transforms"]
-    assert len(facts) == 2 and all(0 < one["learned"]["after"] < one["learned"]["before"] for one in facts.values())
+    assert len(facts) == 2 and all(
+        0 < one["learned"]["after"] < one["learned"]["before"] for one in facts.values()
+    )

@@ -11,9 +11,24 @@ from safetensors.torch import save_file
 from flyweight.models.presets import PresetWeights
 
 CONFIG = dict(
-    model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5, rope_theta=1e4,
-    max_position_embeddings=256, dtype="float32", bos_token_id=1, eos_token_id=2, vocab_size=96, tie_word_embeddings=True,
-    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=256,
+    dtype="float32",
+    bos_token_id=1,
+    eos_token_id=2,
+    vocab_size=96,
+    tie_word_embeddings=True,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
 
 
 def make_tiny_model(folder: Path, **changes: object) -> Path:
@@ -28,8 +43,11 @@ def make_tiny_model(folder: Path, **changes: object) -> Path:
         if name.endswith("layernorm.weight"):
             tensor *= loud
     dtype = getattr(torch, str(config["dtype"]))
-    save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
     return folder
@@ -39,14 +57,28 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = [chr(code) for code in range(32, 124)]
-    vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "\n", *letters])}
+    vocabulary = {
+        token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "\n", *letters])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "unk_token": "<unk>",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+            }
+        )
+    )
 
 
-TEXT = "\n".join(f"{a} {b} walks over the {c} hill and sings of {a}" for a in ("Ann", "Bob", "Cleo", "Dan") for b in
-                 ("slowly", "gladly", "never", "again", "alone") for c in ("green", "old", "far", "steep", "last"))
+TEXT = "\n".join(
+    f"{a} {b} walks over the {c} hill and sings of {a}"
+    for a in ("Ann", "Bob", "Cleo", "Dan")
+    for b in ("slowly", "gladly", "never", "again", "alone")
+    for c in ("green", "old", "far", "steep", "last")
+)
