@@ -17,12 +17,12 @@ os.cpu_count = lambda: 4  # GPTQModel 7.7 cannot start its thread pools on a mac
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import (
+from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-)  # noqa: E402
+)
 
 VOCABULARY = 256
 

@@ -153,12 +153,15 @@ def test_files_with_nothing_in_common_are_an_error(write):
 def test_exact_mann_whitney_counts_all_arrangements():
     x, y = [1.0, 4.0, 4.0], [3.0, 4.0, 6.0, 7.0]
     values = x + y
-    wins = lambda chosen: sum(
-        (values[i] > values[j]) + 0.5 * (values[i] == values[j])  # noqa: E731
-        for i in chosen
-        for j in range(7)
-        if j not in chosen
-    )
+
+    def wins(chosen):
+        return sum(
+            (values[i] > values[j]) + 0.5 * (values[i] == values[j])
+            for i in chosen
+            for j in range(7)
+            if j not in chosen
+        )
+
     every = list(itertools.combinations(range(7), 4))
     expected = sum(wins(chosen) >= wins((3, 4, 5, 6)) for chosen in every) / len(every)
     assert mann_whitney(x, y) == pytest.approx(expected)

@@ -50,11 +50,11 @@ The end."""
 
 
 class Answers(ScriptedEngine):
-    answers = {
+    answers = {  # noqa: RUF012
         "evil": EVIL,
         "markdown": GOOD,
         "think": "<think>\nhm, let me see\n</think>\n\nAn answer.",
-    }  # noqa: RUF012
+    }
 
 
 @pytest.fixture(scope="module")
