@@ -379,8 +379,28 @@ def test_metrics_count_what_was_done(tiny):
     assert tiny.metric("http_responses_total") > 0
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "lives"),
+    [
+        ("loading", "the model is being loaded", True),
+        ("restarting", "is being started again", True),
+        ("draining", "takes no new requests", True),
+        ("stopped", "the server's log says why", False),
+    ],
+)
+def test_health_says_why_no_requests_are_taken(tiny, monkeypatch, state, reason, lives):
+    monkeypatch.setattr(tiny.engine, "state", state)
+    answer = tiny.client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["status"] == state
+    assert reason in answer.json()["reason"]
+    assert tiny.client.get("/ready").status_code == 503
+    assert tiny.client.get("/live").status_code == (200 if lives else 503)
+
+
 def test_health_ready_and_docs(tiny):
-    assert tiny.client.get("/health").json() == {"status": "ok", "engine": "ready"}
+    assert tiny.client.get("/health").json() == {"status": "ok"}
+    assert tiny.client.get("/live").json() == {"status": "ready"}
     assert tiny.client.get("/ready").json()["status"] == "ready"
     docs = tiny.client.get("/docs").text
     assert (

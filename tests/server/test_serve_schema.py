@@ -39,6 +39,7 @@ def test_every_endpoint_is_described(operations):
         "/tokenize",
         "/detokenize",
         "/health",
+        "/live",
         "/ready",
         "/metrics",
         "/reset_prefix_cache",
@@ -73,7 +74,14 @@ def test_every_endpoint_is_described(operations):
         ],
         *[
             (f"GET {path}", "POSITIVE")
-            for path in ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics")
+            for path in (
+                "/v1/models",
+                "/v1/models/{name}",
+                "/health",
+                "/live",
+                "/ready",
+                "/metrics",
+            )
         ],
         ("POST /v1/embeddings", "POSITIVE"),
         ("POST /reset_prefix_cache", "POSITIVE"),

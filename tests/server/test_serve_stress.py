@@ -142,7 +142,7 @@ def test_the_api_key_guards_everything_but_the_state(small):
                     and answer.json()["error"]["code"] == "invalid_api_key"
                 )
             assert stranger.get("/v1/models").status_code == 401
-            for path in ("/", "/health", "/ready", "/metrics", "/docs"):
+            for path in ("/", "/health", "/live", "/ready", "/metrics", "/docs"):
                 assert stranger.get(path).status_code == 200
     assert (
         small.client.get("/v1/models", headers={"authorization": "bearer other-key"}).status_code
@@ -260,10 +260,11 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(small, monkeypatch):
     wait_for(lambda: held, "the moment to start a new one")
     away = small.post("/v1/completions", **ASK, max_tokens=1)
     assert away.status_code == 503 and away.headers["retry-after"]
-    assert (
-        small.client.get("/ready").status_code == 503
-        and small.client.get("/health").status_code == 200
-    )
+    assert small.client.get("/ready").status_code == 503
+    assert small.client.get("/live").status_code == 200, "this process mends itself"
+    unwell = small.client.get("/health")
+    assert unwell.status_code == 503
+    assert "started again" in unwell.json()["reason"]
     held[0].call_soon_threadsafe(start)
     wait_for(lambda: small.engine.state == "ready", "the new engine", seconds=START)
     assert (

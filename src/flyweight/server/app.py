@@ -183,6 +183,15 @@ def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
         return json_response({"status": "ok"})
 
 
+AWAY = "the engine is away for a moment"
+REASONS = {  # state of the engine → why it takes no requests
+    "loading": "the model is being loaded",
+    "restarting": "the engine has died and is being started again",
+    "draining": "the server is going down and takes no new requests",
+    "stopped": "the engine has died and is not started again; the server's log says why",
+}
+
+
 def add_state(app: FastAPI, service: Service | Fleet) -> None:
     created, engine = int(time.time()), service.engine
 
@@ -212,22 +221,26 @@ def add_state(app: FastAPI, service: Service | Fleet) -> None:
         """One of them."""
         return json_response(describe(service.check_model(name)))
 
-    @app.get("/health", response_class=Response, tags=["state"])
-    async def health() -> Response:
-        """200 as long as this process can mend itself; a liveness probe."""
+    @app.get("/live", response_class=Response, tags=["state"])
+    async def live() -> Response:
+        """200 as long as this process can mend itself, loading included; a liveness probe."""
         return json_response(
-            {"status": "ok", "engine": engine.state},
-            status=200 if engine.state != "stopped" else 503,
+            {"status": engine.state}, status=200 if engine.state != "stopped" else 503
         )
 
-    @app.get(
-        "/ready",
-        response_class=Response,
-        responses={503: {"description": "Not yet, or not any more."}},
-        tags=["state"],
-    )
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": "Not yet, or not any more."}}
+
+    @app.get("/health", response_class=Response, responses=not_ready, tags=["state"])
+    async def health() -> Response:
+        """200 while requests are taken, 503 with the reason otherwise."""
+        if engine.available:
+            return json_response({"status": "ok"})
+        body = {"status": engine.state, "reason": REASONS.get(engine.state, AWAY)}
+        return json_response(body, status=503)
+
+    @app.get("/ready", response_class=Response, responses=not_ready, tags=["state"])
     async def ready() -> Response:
-        """200 from the end of the warm-up on, while requests are taken; a readiness probe."""
+        """As /health, with what the engine holds; a readiness probe."""
         load = engine.load
         body = {
             "status": engine.state,

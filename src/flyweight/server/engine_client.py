@@ -105,7 +105,7 @@ class EngineClient:
 
     @property
     def available(self) -> bool:
-        """Whether a request would be taken: what /ready says."""
+        """Whether a request would be taken: what /health and /ready say."""
         return self.state == "ready" and self.connection is not None
 
     # -- the process -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSl
 from flyweight.server.settings import Settings
 
 # no secrets, no work for the engine
-OPEN_PATHS = {"/", "/health", "/ready", "/metrics", "/docs", "/openapi.json"}
+OPEN_PATHS = {"/", "/health", "/live", "/ready", "/metrics", "/docs", "/openapi.json"}
 BODY_SECONDS = 120.0  # 8 MB at half a megabit a second
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
