@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flyweight import LLM, SamplingParams
-from flyweight.engine.llm import TURN_TOKENS, as_prompts
+from flyweight.engine.llm import TURN_TOKENS
+from flyweight.engine.prompts import as_prompts
 from flyweight.engine.loading import choose_dtype, end_ids, sampling_defaults
 from flyweight.engine.tokenizer import Detokenizer, Tokenizer
 from flyweight.errors import OptionError, RequestError, ResourceError

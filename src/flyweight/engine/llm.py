@@ -1,19 +1,16 @@
 """LLM: a model, loaded and ready to answer. `generate` for many prompts, `chat` and `stream` for
 one at a time.
 
-All of them submit to one engine and drive its `step()`. An asynchronous stream runs the steps in
-one thread of the engine's own, always the same one, because every new thread would start a team of
-OpenMP workers of its own.
+All of them submit to one engine and drive its `step()`; an asynchronous stream has it driven by a
+thread (background.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -21,8 +18,9 @@ import torch
 
 from flyweight import shortage
 from flyweight.device import pick_device
+from flyweight.engine.background import BackgroundSteps
 from flyweight.engine.core import Engine
-from flyweight.engine.keywords import checked, refuse_unknown, takes_fields_of
+from flyweight.engine.keywords import checked, takes_fields_of
 from flyweight.engine.loading import (
     choose_dtype,
     end_ids,
@@ -35,13 +33,21 @@ from flyweight.engine.loading import (
 from flyweight.engine.memory import (
     CacheShape,
     Memory,
-    count_blocks,
-    count_states,
     graph_bytes,
     measure_workspace,
+    plan_memory,
 )
 from flyweight.engine.pace import Pace
 from flyweight.engine.packed import SIZES
+from flyweight.engine.prompts import (
+    Prepared,
+    Prompt,
+    adapter_of_each,
+    as_prompts,
+    check_served,
+    one_of,
+    params_of_each,
+)
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
@@ -65,8 +71,6 @@ from flyweight.models.standard import plan_of
 if TYPE_CHECKING:
     from flyweight.models.decoder import Decoder
 
-Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
-
 # by device: sequences in one step, tokens in one step, of those of prompts beside answers that wait
 # for them
 DEFAULTS = {
@@ -77,25 +81,6 @@ DEFAULTS = {
 # for each token, and one of more is a gap that readers notice (docs/serve.md has what was measured)
 TURN_TOKENS = 512
 DRAFT_TOKENS = 1 << 16  # that a drafting model's cache holds at most
-SAMPLING = [field.name for field in fields(SamplingParams)]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prompt of any kind, ready for the engine."""
-
-    text: str | None
-    tokens: list[int]
-    params: SamplingParams
-    adapter: str | None = None
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """What a step that an event loop waits for has brought to readers in that loop."""
-
-    loop: asyncio.AbstractEventLoop
-    chunks: deque[tuple[asyncio.Queue[Chunk], Chunk]]
 
 
 @checked("option of LLM", OptionError)
@@ -161,17 +146,10 @@ class LLM:
     ):
         self.name = str(model)
         wanted = Speculation.parse(speculate)
-        if prompt_dtype is not None:
-            check_prompt_dtype(prompt_dtype)
-            if offload:
-                raise OptionError(
-                    "prompt_dtype needs all weights on the GPU: leave it out, or leave out offload"
-                )
         self.device = pick_device(device)
-        if turns and (self.device.type == "cpu" or wanted.kind != "off"):
-            raise OptionError(
-                "turns is for a GPU without speculation: leave it out, or leave out speculate"
-            )
+        refuse_together(
+            wanted, self.device, prompt_dtype=prompt_dtype, offload=offload, turns=turns
+        )
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
         scheme = choose_kv_scheme(
@@ -198,12 +176,7 @@ class LLM:
         if prompt_dtype is not None:
             self.decoder.narrow_prompts(prompt_dtype)
         self.config = config = self.decoder.config
-        context = max_model_len or config.context_length
-        if context > config.context_length:
-            raise OptionError(
-                f"max_model_len {context} is more than the {config.context_length} "
-                f"tokens this model is made for"
-            )
+        context = context_of(config, max_model_len)
         generation = getattr(self.weights, "generation_config", {})
         self.sampling_defaults = sampling_defaults(generation)
         defaults = DEFAULTS[self.device.type]
@@ -225,38 +198,19 @@ class LLM:
                 workspace = measure_workspace(
                     self.decoder, shape, tokens=tokens, context=context, block_size=block_size
                 )
-            graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
-            # steps with guesses are captured beside the others
-            if drafter is not None or guessing is not None:
-                graphs += graph_bytes(self.decoder, CAPACITY, 0)
-            if isinstance(drafter, ModelDrafter):
-                graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
-        slots = count_states(
+            guessed = drafter is not None or guessing is not None
+            graphs = self._graph_bytes(sequences, tokens, drafter, guessed=guessed)
+        self._memory = plan_memory(
             shape,
-            device=self.device,
-            sequences=sequences,
-            memory_fraction=memory_fraction,
-            reserved=(workspace, graphs),
-        )
-        held = slots * shape.state_bytes
-        blocks = blocks or count_blocks(
-            shape,
+            weights=self.decoder.nbytes - self._offloaded(),
+            workspace=workspace,
+            graphs=graphs,
+            blocks=blocks,
             block_size=block_size,
             device=self.device,
             context=context,
             sequences=sequences,
             memory_fraction=memory_fraction,
-            reserved=(workspace, graphs, held),
-        )
-        kv_tokens = blocks * block_size
-        self._memory = Memory(
-            self.decoder.nbytes - self._offloaded(),
-            workspace,
-            graphs,
-            kv_tokens * shape.token_bytes,
-            kv_tokens,
-            held,
-            slots,
         )
         self.engine = Engine(
             self.decoder,
@@ -264,7 +218,7 @@ class LLM:
             vocabulary=config.vocab_size,
             device=self.device,
             max_model_len=context,
-            blocks=blocks,
+            blocks=self._memory.kv_tokens // block_size,
             block_size=block_size,
             max_num_seqs=sequences,
             prefix_cache=prefix_cache,
@@ -273,7 +227,7 @@ class LLM:
             prompt_tokens_beside=prompt_tokens_beside or defaults["prompt_tokens_beside"],
             decode=self.tokenizer.decode if self.tokenizer else None,
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
-            state_slots=slots,
+            state_slots=self._memory.state_slots,
         )
         self.beside = prompt_tokens_beside
         self.turns = turns
@@ -287,9 +241,7 @@ class LLM:
             drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
             self.engine.speculator = speculator_of(drafter, wanted.guesses)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
-        self._driver: asyncio.Task[None] | None = None
-        self._delivery: Delivery | None = None  # of the step that runs in that thread
+        self._background = BackgroundSteps(self.engine)
 
     def pace_prompts(self) -> None:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside
@@ -365,6 +317,17 @@ class LLM:
             blocks=blocks,
             block_size=block_size,
         )
+
+    def _graph_bytes(
+        self, sequences: int, tokens: int, drafter: Drafter | None, *, guessed: bool
+    ) -> int:
+        """Of the steps and passes that will be captured."""
+        size = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
+        if guessed:  # steps with guesses are captured beside the others
+            size += graph_bytes(self.decoder, CAPACITY, 0)
+        if isinstance(drafter, ModelDrafter):
+            size += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
+        return size
 
     def _offloaded(self) -> int:
         """Bytes of weights that are not on the device."""
@@ -569,10 +532,10 @@ class LLM:
         requests += self.engine.submit(
             prepared.tokens,
             prepared.params,
-            listener=lambda chunk: self._deliver(loop, queue, chunk),
+            listener=lambda chunk: self._background.deliver(loop, queue, chunk),
             adapter=prepared.adapter,
         )
-        self._drive(loop)
+        self._background.drive(loop)
         unfinished = len(requests)
         try:
             while unfinished:
@@ -604,90 +567,33 @@ class LLM:
                 )
                 progress.update(task, completed=done)
 
-    def _drive(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Keep steps running in the background for as long as there is work."""
-        if self._driver is not None and not self._driver.done() and self._driver.get_loop() is loop:
-            return
 
-        async def run() -> None:
-            step = Delivery(loop, deque())
-            while self.engine.busy:
-                # the engine has told every request that waited for it
-                with contextlib.suppress(Exception):
-                    await loop.run_in_executor(self._thread, self._step_for, step)
-                while step.chunks:
-                    queue, chunk = step.chunks.popleft()
-                    queue.put_nowait(chunk)
-
-        self._driver = loop.create_task(run())
-
-    def _step_for(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-        try:
-            self.engine.step()
-        finally:
-            self._delivery = None
-
-    def _deliver(
-        self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk
-    ) -> None:
-        """A loop gets all chunks of its own step when the step returns. To be woken for each would
-        make its thread and the step's take turns at the interpreter, once for every row of the
-        batch.
-        """
-        delivery = self._delivery
-        if delivery is not None and delivery.loop is loop:
-            delivery.chunks.append((queue, chunk))
-        elif not loop.is_closed():  # else the reader is gone, and its request about to be cancelled
-            loop.call_soon_threadsafe(queue.put_nowait, chunk)
-
-
-def one_of(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
-    """The parameters of one prompt, however they were told."""
-    refuse_unknown(sampling, [*SAMPLING, "chat_template_kwargs", "adapter"])
-    if params is None:
-        return SamplingParams(**sampling)
-    if not isinstance(params, SamplingParams):
-        raise RequestError(
-            f"params must be SamplingParams, not {type(params).__name__}; or give "
-            "keywords, such as max_tokens=5"
+def refuse_together(
+    wanted: Speculation,
+    device: torch.device,
+    *,
+    prompt_dtype: str | None,
+    offload: int,
+    turns: bool | None,
+) -> None:
+    """Options that exclude each other."""
+    if prompt_dtype is not None:
+        check_prompt_dtype(prompt_dtype)
+        if offload:
+            raise OptionError(
+                "prompt_dtype needs all weights on the GPU: leave it out, or leave out offload"
+            )
+    if turns and (device.type == "cpu" or wanted.kind != "off"):
+        raise OptionError(
+            "turns is for a GPU without speculation: leave it out, or leave out speculate"
         )
-    if sampling:
-        raise RequestError(
-            f"{next(iter(sampling))} is given beside params; put it into the "
-            "SamplingParams, or give keywords only"
+
+
+def context_of(config: ModelConfig, wanted: int | None) -> int:
+    context = wanted or config.context_length
+    if context > config.context_length:
+        raise OptionError(
+            f"max_model_len {context} is more than the {config.context_length} "
+            f"tokens this model is made for"
         )
-    return params
-
-
-def params_of_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, sampling: SamplingOptions, count: int
-) -> list[SamplingParams | None]:
-    """One for each prompt; None where only keywords tell."""
-    if params is None or isinstance(params, SamplingParams) or not isinstance(params, Sequence):
-        one_of(params, sampling)  # refused before any prompt is looked at
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"there are {count} prompts but {len(params)} sampling parameters")
-    return list(params)
-
-
-def adapter_of_each(adapter: str | Sequence[str | None] | None, count: int) -> list[str | None]:
-    if adapter is None or isinstance(adapter, str):
-        return [adapter] * count
-    if len(adapter) != count:
-        raise RequestError(f"there are {count} prompts but {len(adapter)} adapters")
-    return list(adapter)
-
-
-def check_served(finish_reason: str | None, stop_reason: str | int | None) -> None:
-    """A step fails in the thread that makes it; whoever waits in another must hear of it too."""
-    if finish_reason == "failed":
-        raise RequestError(f"the step that served this request failed: {stop_reason}")
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt is a list of one: text, numbers and messages are no lists of prompts."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    return context

@@ -150,6 +150,44 @@ class Memory:
         return ", ".join([*parts, f"KV cache {self.kv / 1e9:.2f} GB for {self.kv_tokens:,} tokens"])
 
 
+def plan_memory(
+    shape: CacheShape,
+    *,
+    weights: int,
+    workspace: int,
+    graphs: int,
+    blocks: int | None,
+    block_size: int,
+    device: torch.device,
+    context: int,
+    sequences: int,
+    memory_fraction: float | None,
+) -> Memory:
+    """What is left beside weights, workspace and graphs goes to states and then to the KV cache, of
+    so many blocks where their number is given.
+    """
+    slots = count_states(
+        shape,
+        device=device,
+        sequences=sequences,
+        memory_fraction=memory_fraction,
+        reserved=(workspace, graphs),
+    )
+    held = slots * shape.state_bytes
+    blocks = blocks or count_blocks(
+        shape,
+        block_size=block_size,
+        device=device,
+        context=context,
+        sequences=sequences,
+        memory_fraction=memory_fraction,
+        reserved=(workspace, graphs, held),
+    )
+    kv_tokens = blocks * block_size
+    kv = kv_tokens * shape.token_bytes
+    return Memory(weights, workspace, graphs, kv, kv_tokens, held, slots)
+
+
 def graph_bytes(decoder: Decoder, rows: int, tokens: int) -> int:
     """What captured steps of so many rows and passes of so many tokens will take.
 
