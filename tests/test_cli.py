@@ -103,6 +103,7 @@ def test_version(flyweight):
     ("pull smolm2-135m", "did you mean 'smollm2-135m'?"), ("pull . --dtype half", "unknown dtype 'half'"),
     ("convert smolm2-135m -o x --format awq", "did you mean 'smollm2-135m'?"),
     ("convert x -o y --format awq --device cpuu", "unknown device 'cpuu'; did you mean 'cpu'?"),
+    ("convert x -o y --format onnx", "unknown format 'onnx'; known: awq, compressed-tensors, fp8, gguf"),
     ("generate x --prompt y --device cuda:99", "--device cuda:99: torch"),
     ("generate x --prompt y --max-model-len 0", "'--max-model-len'"),
     ("quantize x -o y --eval nowhere.txt", "--eval nowhere.txt: no such file"), ("quantize x -o y --samples 0", "'--samples'"),

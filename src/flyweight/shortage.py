@@ -26,10 +26,10 @@ def describe(error: BaseException, hint: str = RUNNING) -> str | None:
     if asked is None:
         return f"out of GPU memory; {hint}"
     if free is None or free >= asked:  # free, but in pieces or beyond a limit of the process
-        return f"out of GPU memory: {_size(asked)} more could not be had; {hint}"
+        return f"out of GPU memory: {size_text(asked)} more could not be had; {hint}"
     return (
-        f"out of GPU memory: {_size(asked)} more were needed and {_size(free)} are free, "
-        f"{_size(asked - free)} are missing; {hint}"
+        f"out of GPU memory: {size_text(asked)} more were needed and {size_text(free)} are free, "
+        f"{size_text(asked - free)} are missing; {hint}"
     )
 
 
@@ -38,7 +38,7 @@ def _bytes(pattern: str, text: str) -> float | None:
     return float(found[1]) * UNITS[found[2]] if found else None
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 5e6 else f"{count / 1e6:.2f} MB"
 
 

@@ -256,8 +256,11 @@ def test_random_presets_take_token_ids_and_say_so_about_text(tiny):
     assert (len(one.token_ids), len(two.token_ids), one.text) == (12, 12, "")
     with pytest.raises(RequestError, match="has no tokenizer; give the prompt as token ids"):
         model.generate("text")
-    with pytest.raises(RequestError, match="the prompt has 200 tokens, but the context holds 128"):
+    longest = "has 200 tokens, but the context holds 128.*shorten the prompt: the model is made for no more"
+    with pytest.raises(RequestError, match=longest):
         model.generate([1] * 200)
+    with pytest.raises(RequestError, match="shorten the prompt or raise max_model_len"):
+        LLM(**tiny, max_model_len=64).generate([1] * 64)
 
 
 def test_options_that_do_not_fit_are_refused(tiny):

@@ -21,7 +21,7 @@ def test_a_model_says_where_its_memory_goes(monkeypatch):
     found = LLM("preset:tiny:fp32", blocks=64, block_size=4, native=False).memory()
     layer = (32 + 32) * 32 + 32 * 32 + 3 * 48 * 32
     assert found == Memory(weights=4 * (60 * 32 + 2 * layer), workspace=0, graphs=0, kv=256 * SHAPE.token_bytes, kv_tokens=256)
-    assert str(found) == "weights 0.00 GB, KV cache 0.00 GB for 256 tokens"
+    assert str(found) == "weights 0.07 MB, KV cache 0.07 MB for 256 tokens"
     assert str(Memory(5_520_000_000, 10**9, 3 * 10**8, 11 * 10**10, 745_654)) == (
         "weights 5.52 GB, graphs 0.30 GB, workspace 1.00 GB, KV cache 110.00 GB for 745,654 tokens")
 

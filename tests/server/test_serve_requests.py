@@ -398,6 +398,15 @@ def test_health_says_why_no_requests_are_taken(tiny, monkeypatch, state, reason,
     assert tiny.client.get("/live").status_code == (200 if lives else 503)
 
 
+def test_a_wrong_path_or_method_is_told_where_the_right_ones_are(tiny):
+    missing = tiny.client.post("/v1/nothing", json={})
+    assert missing.status_code == 404
+    assert "/docs lists" in missing.json()["error"]["message"]
+    wrong = tiny.client.get("/v1/completions")
+    assert wrong.status_code == 405
+    assert "another method" in wrong.json()["error"]["message"]
+
+
 def test_health_ready_and_docs(tiny):
     assert tiny.client.get("/health").json() == {"status": "ok"}
     assert tiny.client.get("/live").json() == {"status": "ready"}

@@ -57,8 +57,10 @@ def convert(
         flyweight convert preset:qwen3-8b:int4 -o random-awq --format awq --device cuda
     """
     from flyweight.checkpoint.convert import convert as convert_folder
+    from flyweight.checkpoint.formats import WRITABLE
     from flyweight.checkpoint.hub import resolve
     from flyweight.device import pick_device
+    from flyweight.errors import OptionError, unknown
     from flyweight.models.random_folder import write_preset
 
     def export_file(model: Path, output: Path, *, dtype: str | None, **options: Any) -> Any:
@@ -72,6 +74,9 @@ def convert(
             progress=options["progress"],
         )
 
+    known = [*WRITABLE, "plain", "gguf"]
+    if format not in known:
+        raise OptionError(unknown("format", format, known))
     place, preset = str(pick_device(device)), source.startswith("preset:")
     model = Path(source) if preset else resolve(source)
 

@@ -113,6 +113,7 @@ class Engine:
         self.max_model_len = min(max_model_len, blocks * block_size)
         self.prefix_cache = prefix_cache
         self.decode = decode
+        self.may_grow = True  # whether the model is made for a longer context than this one
         self.independent_tokens = False  # whether how one reads depends on none before it
         self.end_ids = frozenset(end_ids)
         self.seed = seed
@@ -339,9 +340,10 @@ class Engine:
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if len(prompt) >= self.max_model_len:
+            more = " or raise max_model_len" if self.may_grow else ": the model is made for no more"
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, but the context holds {self.max_model_len} "
-                "and the answer needs room too; shorten the prompt or raise max_model_len"
+                f"and the answer needs room too; shorten the prompt{more}"
             )
         for kind, ids in (
             ("the prompt", prompt),

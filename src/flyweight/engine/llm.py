@@ -232,6 +232,7 @@ class LLM:
         self.beside = prompt_tokens_beside
         self.turns = turns
         self.guesses = wanted.kind != "off"
+        self.engine.may_grow = self.engine.max_model_len < config.context_length
         self.engine.independent_tokens = (
             self.tokenizer is not None and self.tokenizer.bytes is not None
         )
@@ -503,9 +504,10 @@ class LLM:
             return params
         if not given:
             return replace(params, max_tokens=room)
+        more = ", or raise max_model_len" if self.engine.may_grow else ""
         raise RequestError(
             f"the prompt has {len(tokens)} tokens and max_tokens asks for {params.max_tokens} "
-            f"more, but the context holds {context}; ask for at most {room}, or raise max_model_len"
+            f"more, but the context holds {context}; ask for at most {room}{more}"
         )
 
     def _chunks(self, prepared: Prepared, requests: list[Request]) -> Generator[Chunk, None, None]:

@@ -20,6 +20,7 @@ from flyweight.kv_format import SCALE_BYTES, KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
 from flyweight.models.standard import plan_of
+from flyweight.shortage import size_text
 
 DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
 # bytes that the driver takes for launches, and the allocator for odd ends
@@ -137,7 +138,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = [
-            f"{name} {size / 1e9:.2f} GB"
+            f"{name} {size_text(size)}"
             for name, size in (
                 ("weights", self.weights),
                 ("graphs", self.graphs),
@@ -146,8 +147,8 @@ class Memory:
             if size
         ]
         if self.state_slots:
-            parts.append(f"states {self.states / 1e9:.2f} GB for {self.state_slots} sequences")
-        return ", ".join([*parts, f"KV cache {self.kv / 1e9:.2f} GB for {self.kv_tokens:,} tokens"])
+            parts.append(f"states {size_text(self.states)} for {self.state_slots} sequences")
+        return ", ".join([*parts, f"KV cache {size_text(self.kv)} for {self.kv_tokens:,} tokens"])
 
 
 def plan_memory(

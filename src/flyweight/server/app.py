@@ -183,6 +183,11 @@ def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
         return json_response({"status": "ok"})
 
 
+FRAMEWORK_ERRORS = {  # refused before any code of ours is reached
+    400: "the body is not JSON: no UTF-8, or nested too deeply",
+    404: "there is no such path; /docs lists all of them",
+    405: "this path takes another method; /docs lists all of them",
+}
 AWAY = "the engine is away for a moment"
 REASONS = {  # state of the engine → why it takes no requests
     "loading": "the model is being loaded",
@@ -337,10 +342,8 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused_by_framework(_: Request, error: HTTPException) -> Response:
-        # the only 400 that is not ours: a body that no parser gets through
-        unreadable = "the body is not JSON: no UTF-8, or nested too deeply"
         body = error_body(
-            unreadable if error.status_code == 400 else str(error.detail),
+            FRAMEWORK_ERRORS.get(error.status_code, str(error.detail)),
             kind="invalid_request_error",
             code=str(error.status_code),
         )
