@@ -50,6 +50,8 @@ LAUNCHES = {
     "4 copies": Launch("staged", copies=4),
     "8 copies, 32 warps": Launch("staged", warps=32),
     "8 copies, 8 warps": Launch("staged", warps=8),
+    "8 copies, even": Launch("staged", even=True),
+    "4 copies, even": Launch("staged", copies=4, even=True),
     "half of the SMs": Launch("staged", share=2),
     "1 copy, two to an SM": Launch("staged", copies=1, resident=2),
     "2 copies, two to an SM": Launch("staged", copies=2, resident=2),

@@ -47,44 +47,30 @@ DEVICE void await_turn_beside(u32* turns) {
     load_relaxed(launch.before, now);
   } while ((int)(done[0] - ticket) < 0 && now[0] - (begun[0] & ~(LAUNCH_ROUND - 1)) < LAUNCH_ROUND);
 }
-// Waits until the launch before has ended: WATCH loads of its counter are on their way at a time, each asked again when it has come. They
-// are relaxed, and one fence follows them; an acquire empties the first cache each time, and its next load waits for that. 0: acquires.
-#ifndef WATCH
-#define WATCH 0
-#endif
-#ifndef NAP
-#define NAP 50
-#endif
+// Waits until the launch before has ended. Loads of its counter are asked for again as they come, several on their way at a time, so that
+// its end is seen soon. They are relaxed, and one fence follows them: an acquire would empty the first cache and hold up the next load.
 DEVICE void watch_launch() {
+  constexpr int LOADS = 2;
+  constexpr u32 ROUND_TRIP = 640;  // cycles
   Patience patience;
-  u32 begun[1];
+  u32 begun[1], seen[LOADS][1];
   load_relaxed(launch.own, begun);
   const u32 from = begun[0] & ~(LAUNCH_ROUND - 1);
-#if WATCH
-  constexpr u32 ROUND_TRIP = 640;  // cycles
-  u32 seen[WATCH][1];
 #pragma unroll
-  for (int i = 0; i < WATCH; i++) {
+  for (int i = 0; i < LOADS; i++) {
     load_relaxed(launch.before, seen[i]);
     const u32 asked = cycles();
-    while (i + 1 < WATCH && cycles() - asked < ROUND_TRIP / WATCH) {}
+    while (i + 1 < LOADS && cycles() - asked < ROUND_TRIP / LOADS) {}
   }
   for (bool ended = false; !ended;) {
     patience.poll();
 #pragma unroll
-    for (int i = 0; i < WATCH; i++) {
+    for (int i = 0; i < LOADS; i++) {
       ended |= seen[i][0] - from >= LAUNCH_ROUND;
       if (!ended) load_relaxed(launch.before, seen[i]);
     }
   }
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
-#else
-  u32 now;
-  do {
-    patience.poll();
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(launch.before) : "memory");
-  } while (now - from < LAUNCH_ROUND);
-#endif
 }
 // By whole warps; the last warp of the CTA must come here, too.
 DEVICE void wait_for_inputs() {
@@ -94,7 +80,7 @@ DEVICE void wait_for_inputs() {
       Patience patience;
       do {
         patience.poll();
-        asm volatile("nanosleep.u32 %0;" ::"n"(NAP));  // the kernel before this one needs the instructions
+        asm volatile("nanosleep.u32 20;");  // the kernel before this one needs the instructions
       } while (!load_acquire_block(&launch.ready));
     } else {
       watch_launch();
