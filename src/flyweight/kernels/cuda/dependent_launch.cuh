@@ -47,43 +47,24 @@ DEVICE void await_turn_beside(u32* turns) {
     load_relaxed(launch.before, now);
   } while ((int)(done[0] - ticket) < 0 && now[0] - (begun[0] & ~(LAUNCH_ROUND - 1)) < LAUNCH_ROUND);
 }
-// Waits until the launch before has ended. Loads of its counter are asked for again as they come, several on their way at a time, so that
-// its end is seen soon. They are relaxed, and one fence follows them: an acquire would empty the first cache and hold up the next load.
-DEVICE void watch_launch() {
-  constexpr int LOADS = 2;
-  constexpr u32 ROUND_TRIP = 640;  // cycles
-  Patience patience;
-  u32 begun[1], seen[LOADS][1];
-  load_relaxed(launch.own, begun);
-  const u32 from = begun[0] & ~(LAUNCH_ROUND - 1);
-#pragma unroll
-  for (int i = 0; i < LOADS; i++) {
-    load_relaxed(launch.before, seen[i]);
-    const u32 asked = cycles();
-    while (i + 1 < LOADS && cycles() - asked < ROUND_TRIP / LOADS) {}
-  }
-  for (bool ended = false; !ended;) {
-    patience.poll();
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      ended |= seen[i][0] - from >= LAUNCH_ROUND;
-      if (!ended) load_relaxed(launch.before, seen[i]);
-    }
-  }
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
 // By whole warps; the last warp of the CTA must come here, too.
 DEVICE void wait_for_inputs() {
   const u32 last = (blockDim.x - 1) / 32;
   if (threadIdx.x % 32 == 0 && !load_acquire_block(&launch.ready)) {
+    Patience patience;
     if (threadIdx.x / 32 < last) {
-      Patience patience;
       do {
         patience.poll();
-        asm volatile("nanosleep.u32 20;");  // the kernel before this one needs the instructions
+        asm volatile("nanosleep.u32 50;");  // the kernel before this one needs the instructions
       } while (!load_acquire_block(&launch.ready));
     } else {
-      watch_launch();
+      u32 now, begun;
+      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(begun) : "l"(launch.own) : "memory");
+      begun &= ~(LAUNCH_ROUND - 1);
+      do {
+        patience.poll();
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(launch.before) : "memory");
+      } while (now - begun < LAUNCH_ROUND);
       store_release_block(&launch.ready, 1);
     }
   }

@@ -33,6 +33,9 @@ HALF_ITEMS = MILLION // 2
 CROWDED_ITEMS = 2 * MILLION
 # from here a second copy of a codebook up to 4096 entries pays for its staging
 DOUBLED_ITEMS = 6 * MILLION
+# so few of so small a weight that fewer warps are faster before Hopper
+# (workshop/vptq-launches-h200.jsonl)
+FEW_CHUNKS = 8
 # chunks that the busiest thread block has more than the mean from which on row blocks are shared
 EVENED_CHUNKS = 20
 
@@ -68,7 +71,7 @@ def shared_limit(device: Gpu, resident: int) -> int:
     return min(device.shared_most, device.shared_memory_per_multiprocessor // resident - KB)
 
 
-def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
+def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> list[Launch]:
     """Launches for this weight, the fastest first. `plain`: nothing but the product."""
     layout = parts[0]
     items = sum(part.row_blocks for part in parts) * 256 * layout.chunks
@@ -78,14 +81,22 @@ def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
             for copies in (8, 4, 2, 1)
         ]
     alone = rows == 1 and plain and len(parts) == 1
+    staged_ahead = device.has_dependent_launch  # while the launch before ends
     table = [
         (
             alone and layout.dense is None and items <= DIRECT_ITEMS,
             Launch("direct", warps=max(1, min(8, layout.chunks))),
         ),
-        (rows == 1, Launch("staged", resident=2)),
-        (rows == 1 and items <= CROWDED_ITEMS, Launch("staged", resident=2, copies=4)),
-        (plain and items <= HALF_ITEMS, Launch("staged", share=2)),
+        (staged_ahead and rows == 1, Launch("staged", resident=2)),
+        (
+            staged_ahead and rows == 1 and items <= CROWDED_ITEMS,
+            Launch("staged", resident=2, copies=4),
+        ),
+        (staged_ahead and plain and items <= HALF_ITEMS, Launch("staged", share=2)),
+        (
+            not staged_ahead and items <= HALF_ITEMS and layout.chunks <= FEW_CHUNKS,
+            Launch("staged", warps=8),
+        ),
     ]
     small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
@@ -159,7 +170,7 @@ def choose(
     plain: bool = True,
 ) -> Plan | None:
     """The first candidate that fits, or the given one."""
-    tried = [launch] if launch else candidates(parts, rows, plain=plain)
+    tried = [launch] if launch else candidates(parts, rows, device, plain=plain)
     if launch is None and worth_evening(parts, device):
         tried = [replace(one, even=one.kernel == "staged") for one in tried]
     plans = (
