@@ -23,6 +23,7 @@ from gpu_shards import pytest_runtest_logreport, pytest_runtestloop  # noqa: F40
 
 from flyweight import gpu
 from flyweight.errors import FlyweightError
+from flyweight.kernels import library
 
 with contextlib.suppress(ImportError):  # kernels are also tested where it is not installed
     from hypothesis import HealthCheck, settings
@@ -44,6 +45,14 @@ def pytest_runtest_setup(item):
     random.seed(0)
     if item.get_closest_marker("hopper") and torch.cuda.is_available() and not gpu.of(0).has_warpgroups:
         pytest.skip(f"of a kernel for Hopper alone, and this GPU is an {gpu.of(0).architecture}")
+
+
+def pytest_runtest_teardown():
+    """Where another GPU is imitated, all code that a test has loaded is PTX of that GPU: nothing made for the one that is here."""
+    if name := os.environ.get(gpu.PRETEND):
+        wanted = name.partition(":")[0]
+        foreign = sorted({f"{one.file} ({one.target})" for one in library.loaded if one.target != wanted})
+        assert not foreign, f"loaded while an {wanted} was imitated: {', '.join(foreign)}"
 
 
 @pytest.fixture(scope="session")

@@ -158,7 +158,10 @@ def imitated() -> Gpu | None:
     """The GPU of `imitate`, or of FLYWEIGHT_PRETEND."""
     name = os.environ.get(PRETEND)
     if _imitated is None and name:
-        imitate(by_name(name))
+        try:
+            imitate(by_name(name))
+        except OptionError as error:
+            raise OptionError(f"{PRETEND}: {error}") from None
     return _imitated
 
 
@@ -169,7 +172,7 @@ def by_name(name: str) -> Gpu:
     architecture, _, processors = name.partition(":")
     if architecture not in GPUS or not processors.isdigit() or int(processors) < 1:
         known = [*GPUS, *(f"{one}:N" for one in ("sm_80", "sm_89"))]
-        raise OptionError(f"{PRETEND}: {unknown('GPU', name, known)}")
+        raise OptionError(unknown("architecture", name, known))
     return dataclasses.replace(GPUS[architecture], multi_processor_count=int(processors))
 
 

@@ -14,7 +14,7 @@ from flyweight.bench import doctor as examination
 from flyweight.bench import tune
 from flyweight.commands import doctor as command
 from flyweight.errors import OptionError
-from flyweight.gpu import GPUS
+from flyweight.gpu import GPUS, by_name
 from flyweight.kernels import tuned
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_the_screen_has_the_table_the_reasons_and_the_shares(small):
     assert "int4 at one row 7.5 GB/s (75%)" in text and "4 of 4 checks held" in text
 
 
-@pytest.mark.parametrize(("name", "small_batch"), [("sm_86", "gemm_mma")])
+@pytest.mark.parametrize(("name", "small_batch"), [("sm_86:28", "gemm_mma")])
 def test_kernels_of_a_gpu_that_is_not_here_are_planned(name, small_batch):
     with clean_process.pool() as pool:
         row = pool.submit(planned_int4, name).result()
@@ -109,7 +109,7 @@ def test_kernels_of_a_gpu_that_is_not_here_are_planned(name, small_batch):
 def planned_int4(name):
     from flyweight.kernels.dry_run import DEVICE, dry_run
 
-    with dry_run(GPUS[name]):
+    with dry_run(by_name(name)):
         return examination.planned_row("w4a16", (4096, 4096), DEVICE, torch.bfloat16)
 
 

@@ -7,7 +7,6 @@ import torch
 from flyweight.engine import ahead
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import SIZES, Rows
-from flyweight.gpu import GPUS
 from flyweight.kernels import jit
 from flyweight.kernels.attention import prefill, rope
 from flyweight.kernels.dry_run import DEVICE, dry_run
@@ -52,11 +51,11 @@ class Recorded:
         self.launches.add(Launch(self.file, block, shared, cluster or 1, blocks, self.place()))
 
 
-def launches_on(name, models):
-    """All launches of decode steps and passes of preset:scheme pairs on a GPU of the table, and steps that are not captured."""
+def launches_on(gpu, models):
+    """All launches of decode steps and passes of preset:scheme pairs on a GPU, and steps that are not captured."""
     found, uncaptured, here = set(), {}, ["loading"]
     record(found, here)
-    with dry_run(GPUS[name]):
+    with dry_run(gpu):
         for model in models:
             decoder = ahead.load(f"preset:{model}", None)
             reason = unsupported_reason(decoder, ahead.PAGE)
@@ -71,11 +70,11 @@ def launches_on(name, models):
     return found, uncaptured
 
 
-def families_on(name, models):
+def families_on(gpu, models):
     """The same of a few sizes, with few experts."""
     found, uncaptured, here = set(), {}, ["loading"]
     record(found, here)
-    with dry_run(GPUS[name]):
+    with dry_run(gpu):
         for model in models:
             preset, scheme = model.split(":")
             config = preset_config(preset)

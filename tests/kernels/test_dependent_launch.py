@@ -90,7 +90,7 @@ def test_a_kernel_joins_only_with_room_for_two_blocks_on_an_sm():
 def test_only_gpus_before_hopper_count():
     assert dependent_launch.defines("gemv.cu", GPUS["sm_89"]) == {"BY_COUNTERS": 1}
     assert dependent_launch.defines("gemv.cu", GPUS["sm_90a"]) == {}
-    assert dependent_launch.defines("token.cu", GPUS["sm_89"]) == {}
+    assert dependent_launch.defines("rope.cu", GPUS["sm_89"]) == {}
 
 
 def test_every_source_with_counters_takes_them():

@@ -4,7 +4,7 @@ import planned_launches
 import clean_process
 import pytest
 
-from flyweight.gpu import GPUS
+from flyweight.gpu import GPUS, Gpu, by_name
 from flyweight.models import families
 
 HOPPER_ONLY = {"gemm.cu", "few.cu", "vptq_rows.cu", "prefill_attention.cu"}
@@ -26,6 +26,21 @@ SCHEMES = ("int4", "bf16", "w8a8", "vptq", "fp8")
 BENT = ("gemma-3-12b:int4", "gemma-2-9b:bf16", "gpt-oss-20b:int4", "gpt-oss-20b:mxfp4", "glm-4.5-air:int4")
 
 
+# Cards that are in no table: few processors, slices of large ones, generations between and after. A model or two each.
+UNLISTED = {
+    "RTX 3060": (by_name("sm_86:28"), ("qwen2-0.5b:int4",)),
+    "RTX 4060": (by_name("sm_89:24"), ("qwen2-0.5b:fp8",)),
+    "RTX A400": (by_name("sm_86:6"), ("smollm2-135m:sparse-w8a8",)),
+    "a seventh of an A100": (by_name("sm_80:14"), ("qwen2-0.5b:sparse-int4",)),
+    "a seventh of an H100": (by_name("sm_90a:16"), ("qwen2-0.5b:int4",)),
+    "Jetson Orin": (Gpu(8, 7, 16, 166912, 167936), ("qwen2-0.5b:bf16",)),
+    "B300": (Gpu(10, 3, 160, 232448, 233472), ("qwen2-0.5b:int4",)),
+    "Jetson Thor": (Gpu(11, 0, 20, 232448, 233472), ("qwen2-0.5b:w8a8",)),
+    "GB10": (Gpu(12, 1, 48, 101376, 102400), ("qwen2-0.5b:int4",)),
+    "one processor": (by_name("sm_86:1"), ("qwen2-0.5b:int4",)),
+}
+
+
 def scheme_of(i, config):
     if "num_experts_per_tok" in config:  # of which VPTQ's kernels take none
         return ("int4", "mxfp4", "w8a8")[i % 3]
@@ -39,31 +54,41 @@ def families_of(name):
     return tuple(dict.fromkeys([*found, *(BENT if name == "sm_90a" else ())]))
 
 
-def gathered(work, models_of):
+def gathered(work, cards):
+    """What `work` finds of each card and its models, by name."""
     with clean_process.pool(WORKERS) as pool:
-        futures = {name: pool.submit(work, name, models_of(name)) for name in GPUS}
+        futures = {name: pool.submit(work, *card) for name, card in cards.items()}
         return {name: future.result() for name, future in futures.items()}
 
 
 @pytest.fixture(scope="module")
 def planned():
     """(launches, reasons for steps that are not captured) by GPU."""
-    return gathered(planned_launches.launches_on, lambda name: (*BETWEEN.get(name, MODELS), *MORE.get(name, ())))
+    cards = {name: (gpu, (*BETWEEN.get(name, MODELS), *MORE.get(name, ()))) for name, gpu in GPUS.items()}
+    return gathered(planned_launches.launches_on, cards)
 
 
 @pytest.fixture(scope="module")
 def planned_families():
-    return gathered(planned_launches.families_on, families_of)
+    return gathered(planned_launches.families_on, {name: (gpu, families_of(name)) for name, gpu in GPUS.items()})
+
+
+@pytest.fixture(scope="module")
+def planned_unlisted():
+    return gathered(planned_launches.launches_on, UNLISTED)
+
+
+def assert_fits(launches, gpu):
+    assert {one for one in launches if one.shared > gpu.shared_memory_per_block_optin} == set()
+    assert {one for one in launches if not 32 <= one.threads <= MOST_THREADS or one.threads % 32} == set()
+    assert {one for one in launches if one.blocks < 1 or one.blocks % one.cluster} == set()
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_every_launch_fits(planned, name):
     launches, _ = planned[name]
-    gpu = GPUS[name]
     assert len(launches) > 100
-    assert {one for one in launches if one.shared > gpu.shared_memory_per_block_optin} == set()
-    assert {one for one in launches if not 32 <= one.threads <= MOST_THREADS or one.threads % 32} == set()
-    assert {one for one in launches if one.blocks < 1 or one.blocks % one.cluster} == set()
+    assert_fits(launches, GPUS[name])
 
 
 @pytest.mark.parametrize("name", [name for name, gpu in GPUS.items() if not gpu.has_warpgroups])
@@ -79,9 +104,18 @@ def test_every_family_is_captured_and_every_launch_of_it_fits(planned_families, 
     launches, uncaptured = planned_families[name]
     gpu = GPUS[name]
     assert uncaptured == {} and launches
-    assert {one for one in launches if one.shared > gpu.shared_memory_per_block_optin} == set()
-    assert {one for one in launches if not 32 <= one.threads <= MOST_THREADS or one.threads % 32} == set()
+    assert_fits(launches, gpu)
     assert gpu.has_warpgroups or {one.place for one in launches if one.file in HOPPER_ONLY} == set()
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_every_launch_fits_a_card_that_is_in_no_table(planned_unlisted, name):
+    launches, uncaptured = planned_unlisted[name]
+    gpu, _ = UNLISTED[name]
+    assert uncaptured == {} and len(launches) > 40
+    assert_fits(launches, gpu)
+    assert gpu.has_warpgroups or {one.place for one in launches if one.file in HOPPER_ONLY} == set()
+    assert gpu.major >= 9 or {one.place for one in launches if one.cluster > 1} == set()
 
 
 @pytest.mark.parametrize("name", [name for name, gpu in GPUS.items() if gpu.has_warpgroups])

@@ -61,7 +61,7 @@ def test_any_number_of_processors_can_be_asked_for(on_an_h200):
 @pytest.mark.parametrize("name", ["sm_8", "sm_80:", "sm_80:0", "A100"])
 def test_an_unknown_gpu_is_refused(on_an_h200, name):
     on_an_h200.setenv(gpu.PRETEND, name)
-    with pytest.raises(OptionError, match="FLYWEIGHT_PRETEND: unknown GPU"):
+    with pytest.raises(OptionError, match="FLYWEIGHT_PRETEND: unknown architecture"):
         gpu.of(0)
 
 

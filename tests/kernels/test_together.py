@@ -62,6 +62,12 @@ def test_processors_that_another_process_has_do_not_count(h200):
     together.check(Driver(), "batch", 1, config(), (33, 2), 0)
 
 
+def test_two_blocks_for_each_sm_are_counted_where_they_wait_for_each_other():
+    together.check(Driver(each=2), "gemm_mma", 1, config(), (264,), 0)
+    with pytest.raises(together.NotTogether, match="runs 132 of them"):
+        together.check(Driver(each=1), "gemm_mma", 1, config(), (264,), 0)
+
+
 def test_launches_of_more_blocks_than_processors_wait_for_nobody():
     together.check(Driver(each=0), "route", 1, config(), (1000,), 0)
 

@@ -188,3 +188,20 @@ def test_a_small_last_tile_has_at_least_half_of_a_whole_ones_thread_blocks():
     assert vptq_rows.cut((512, 128, 128), 24, 16, 140, 4) == vptq_rows.Cut((88, 24, 24), 4, 4, 4)
     assert vptq_rows.cut((512, 128, 128), 24, 16, 128, 4).apart == 3  # too few for that: three for a whole tile
     assert vptq_rows.cut((8,), 24, 16, 132, 4) == vptq_rows.Cut((16,), 1, 16, 16)
+
+
+@pytest.mark.parametrize(("outputs", "options"), [(72, dict(main=8192, residual=256)), (21, BOOKS | dict(outliers=44))])
+def test_row_blocks_that_thread_blocks_share_add_up(outputs, options):
+    """Equal parts of all chunks, by any number of thread blocks, in one phase of x and in several."""
+    tensors, weight = make((outputs, 6000), **options)
+    x, residual = torch.randn(1, 6000).bfloat16(), torch.randn(1, outputs).bfloat16()
+    want, launch = reference(tensors, x) + residual.double(), vptq.gather.Launch("staged", even=True)
+    for count, room in ((2, 0), (5, 0), (5, 3 << 10), (3, 6 << 10)):
+        small = vptq.gather.plan(weight.parts, launch, 1, count=count, limit=host_cuda.HOST.shared_most)
+        limit = host_cuda.HOST.shared_most if not room else small.shared - room
+        chosen = vptq.gather.plan(weight.parts, launch, 1, count=count, limit=limit)
+        assert (chosen.phase < weight.layout.chunks) == bool(room)
+        for _ in range(2):  # thread blocks meet again
+            out = torch.full_like(residual, float("nan"))
+            vptq.gather.run(weight.parts, chosen, x, out, Ends(residual=residual), arrived=weight.arrived, pdl=False)
+            assert error(out, want) < 1e-2, (count, room)

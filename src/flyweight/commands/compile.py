@@ -29,7 +29,7 @@ def compile(
         str | None,
         typer.Option(
             help="sm_80, sm_86, sm_89, sm_90a, sm_100a or sm_120a, or with the number of "
-            "multiprocessors: sm_90a:114, sm_90a:78; default: this machine's GPU, or sm_90a."
+            "multiprocessors: sm_90a:114, sm_86:28; default: this machine's GPU, or sm_90a."
         ),
     ] = None,
     processors: Annotated[
@@ -124,10 +124,8 @@ def pick_gpu(arch: str | None, processors: int | None) -> tuple[Gpu, str]:
         found = gpu.of(torch.cuda.current_device())
     elif imitated is not None:
         found = imitated
-    elif (arch or DEFAULT) in gpu.GPUS:
-        found = gpu.GPUS[arch or DEFAULT]
     else:
-        raise OptionError(unknown("architecture", str(arch), gpu.GPUS))
+        found = gpu.by_name(arch or DEFAULT)
     if processors:
         found = dataclasses.replace(found, multi_processor_count=processors)
     if imitated is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from flyweight.commands.options import Device, Threads
-from flyweight.errors import OptionError, unknown
+from flyweight.errors import OptionError
 
 FAILED = 1  # exit code: a check did not hold
 
@@ -90,12 +90,11 @@ def show_planned(arch: str, *, as_json: bool) -> None:
     from concurrent.futures import ProcessPoolExecutor
 
     from flyweight.bench.doctor import planned_table
-    from flyweight.gpu import GPUS
+    from flyweight.gpu import by_name
 
-    if arch not in GPUS:
-        raise OptionError(unknown("architecture", arch, GPUS))
+    card = by_name(arch)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        table = pool.submit(planned_table, GPUS[arch]).result()
+        table = pool.submit(planned_table, card).result()
     if as_json:
         typer.echo(json.dumps({"arch": arch, "kernels": table}, indent=1))
     else:

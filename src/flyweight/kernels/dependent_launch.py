@@ -42,6 +42,7 @@ SOURCES = {
     "gemv_split.cu",
     "qkv_attention.cu",
     "route.cu",
+    "token.cu",
 }
 DEFINE = {"BY_COUNTERS": 1}
 WORDS = 1 << 16  # of a block of counters

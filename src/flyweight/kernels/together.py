@@ -1,8 +1,9 @@
 """Whether all thread blocks of a launch are on the GPU at once, as the driver sees it.
 
 Kernels that wait for other blocks of their own launch (cuda/patience.cuh) are planned with at most
-one block for each SM of `gpu.of`. That this suffices is asked of the driver before the first launch
-of each size: registers, shared memory, clusters, and the SMs that MPS or a green context leaves.
+one block for each SM of `gpu.of`, or as many as ON_AN_SM says. That this suffices is asked of the
+driver before the first launch of each size: registers, shared memory, clusters, and the SMs that
+MPS or a green context leaves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from flyweight.errors import FlyweightError
 
 # Others that are launched in clusters wait within a cluster only, which is on the GPU as one.
 ACROSS_CLUSTERS = {"vptq_rows"}
+# Most blocks that are planned for an SM, where they are more than one.
+ON_AN_SM = {"gemm_mma": 2}
 
 
 class NotTogether(FlyweightError):
@@ -44,11 +47,11 @@ def resident(driver: Any, kernel: int, config: Any, device: int) -> int:
 def check(
     driver: Any, name: str, kernel: int, config: Any, grid: Sequence[int], device: int
 ) -> None:
-    """Raise where a launch that is planned as one block for each SM does not fit at once."""
+    """Raise where a launch whose blocks may wait for each other does not fit at once."""
     blocks = 1
     for size in grid:
         blocks *= size
-    if blocks > gpu.of(device).processors:
+    if blocks > gpu.of(device).processors * ON_AN_SM.get(name, 1):
         return  # such launches wait for nobody
     if len(config.attrs) and name not in ACROSS_CLUSTERS and _is_cluster(driver, config):
         return

@@ -9,12 +9,14 @@
 // defines: FP16, WIDTH (of a row: of embeddings, or of logits), THREADS
 #include "common.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) embed(const u16* embedding, const u64* tokens, u16* hidden) {
+extern "C" __global__ void __launch_bounds__(THREADS) embed(const u16* embedding, const u64* tokens, u16* hidden LAUNCH_ARGUMENTS) {
+  BEGIN_LAUNCH;
   wait_for_inputs();
-  // No early start of what follows: it reads lengths before it waits, and it must find all SMs alike. Beside the few CTAs
-  // here two of its own would land on one SM, and every kernel after it would inherit that.
+  // No early start of what follows by the hardware: it reads lengths before it waits, and it must find all SMs alike. Beside the few
+  // CTAs here two of its own would land on one SM, and every kernel after it would inherit that.
   const uint4* from = (const uint4*)(embedding + tokens[blockIdx.x] * WIDTH);
   for (int i = threadIdx.x; i < WIDTH / 8; i += THREADS) ((uint4*)(hidden + (size_t)blockIdx.x * WIDTH))[i] = from[i];
+  end_launch(THREADS);
 }
 
 DEVICE u64 rank(u16 bits, int index) {
@@ -29,9 +31,11 @@ DEVICE u64 warp_largest(u64 best) {
 }
 
 // best and arrived [rows] are zero before and after.
-extern "C" __global__ void __launch_bounds__(THREADS) choose(const u16* logits, u64* tokens, int* lengths, u64* best, u32* arrived) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+choose(const u16* logits, u64* tokens, int* lengths, u64* best, u32* arrived LAUNCH_ARGUMENTS) {
   __shared__ u64 bests[THREADS / 32];
   const int row = blockIdx.y, first = (blockIdx.x * THREADS + threadIdx.x) * 8;
+  BEGIN_LAUNCH;
   launch_dependents();
   wait_for_inputs();
   u64 mine = 0;
@@ -54,5 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const u16* logits, 
       tokens[row] = (u32)~atomicExch(best + row, 0ull);
       if (lengths[row]) lengths[row] += 1;  // 0: padding
     }
+    count_launch();
   }
 }

@@ -34,9 +34,22 @@
 // 1.8, 1.6 in windows of 8, 16 steps ordered greedily (196, 184 µs). Clusters that share one fetch of the codebook,
 // or split columns, were slower on every shape: a launch with clusters of 2 costs 0.8 µs, of 4 1.6 to 3 µs.
 //
+// EVEN: row blocks that two CTAs share, so that all have equal parts of the chunks: the second leaves its sums for the first.
+//
 // defines: KERNEL, those of vptq_tables.cuh (COPIES: 8 unless shared memory is short), ROWS (1, 2, 4, 8), RESIDENT (CTAs
-// of two launches that share an SM), NORM (0), GATED (0)
+// of two launches that share an SM), NORM (0), GATED (0), EVEN (0; no more CTAs than row blocks)
 #include "vptq_step.cuh"
+#ifndef EVEN
+#define EVEN 0
+#endif
+#if EVEN
+#define SLICES 1
+#include "patience.cuh"
+#include "mail.cuh"
+#define MAIL , float *mail  // [CTA][SUMS]
+#else
+#define MAIL
+#endif
 
 #define STAGED 0
 #define DIRECT 1
@@ -45,7 +58,7 @@
 #if KERNEL == STAGED
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     PART(0), PART(1), PART(2), const u16* x, const u16* norm, const u16* bias, const u16* rest, u16* y, float epsilon, int rows,
-    int in_features, int width, int length, int chunks, int phase, int x_columns, int dense_steps) {
+    int in_features, int width, int length, int chunks, int phase, int x_columns, int dense_steps MAIL) {
   extern __shared__ __align__(128) u8 raw[];
   __shared__ u64 barrier;
   __shared__ Totals totals;
@@ -57,7 +70,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
 
   const int row_blocks = (part.outputs + length - 1) / length;
   const int block0 = (int)((long long)row_blocks * part.cta / part.ctas);
-  const int here = (int)((long long)row_blocks * (part.cta + 1) / part.ctas) - block0;
+  const int here = (int)(((long long)row_blocks * (part.cta + 1) + (EVEN ? part.ctas - 1 : 0)) / part.ctas) - block0;
+  // EVEN: how much of the first row block is another's, and how much of the last is this one's (0: all), in `part.ctas`
+  const int given = EVEN ? (int)((long long)row_blocks * part.cta % part.ctas) : 0;
+  const int kept = EVEN ? (int)((long long)row_blocks * (part.cta + 1) % part.ctas) : 0;
   const int plane = X_BYTES * x_columns;
   char* const shared_x = shared + BOOK_BYTES + RES_BYTES;
   float* const partial = (float*)(shared_x + PLANES * plane);  // [WARPS + here][SUMS]
@@ -73,8 +89,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     const bool first = chunk0 == 0, last = chunk0 + phase >= chunks;
     const int each = last ? chunks - chunk0 : phase;
     // This warp's run of chunks. Two are on their way before we wait: they depend on no other kernel.
-    const int total = here * each, begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
-    int block = begin / each, chunk = begin % each, next_chunk = chunk;
+    const int skipped = EVEN ? given * each / part.ctas : 0;
+    const int total = here * each - skipped - (EVEN && kept ? each - kept * each / part.ctas : 0);
+    const int begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
+    int block = (begin + skipped) / each, chunk = (begin + skipped) % each, next_chunk = chunk;
     const char* next = part.stream + ((size_t)(block0 + block) * chunks + chunk0 + chunk) * CHUNK_BYTES;
     u32 words[2][WORDS];
     const auto fetch = [&](int slot, int at) {
@@ -116,8 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     for (int i = threadIdx.x; i < 4 * here * SUMS; i += THREADS) {
       const int b = i / (4 * SUMS), inner = i / 4 % SUMS;
       float sum = 0;
-      for (int w = b * WARPS / here + i % 4; w < WARPS && total * w / WARPS < (b + 1) * each; w += 4)
-        if (total * (w + 1) / WARPS > max(b * each, total * w / WARPS)) sum += partial[(w + b) * SUMS + inner];
+      const int from = EVEN ? max(0, b * each - skipped) : b * each, to = (b + 1) * each - skipped;
+      for (int w = (EVEN ? total ? from * WARPS / total : 0 : b * WARPS / here) + i % 4; w < WARPS && total * w / WARPS < to; w += 4)
+        if (total * (w + 1) / WARPS > max(from, total * w / WARPS)) sum += partial[(w + b) * SUMS + inner];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (i % 4) continue;
@@ -126,6 +145,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
         before[i / 4] = sum;
         continue;
       }
+#if EVEN
+      if (b == 0 && given) {
+        leave(mail + blockIdx.x * SUMS + inner, sum);
+        continue;
+      }
+      if (b == here - 1 && kept) sum += take<float>(mail + (blockIdx.x + 1) * SUMS + inner, 0);
+#endif
       const int at = out.place(block0 + b, inner);
       if (at >= 0) y[at] = to_bits(totals.finish(sum, inner / OUTPUTS) + (i == threadIdx.x ? added : out.added(at)));
     }

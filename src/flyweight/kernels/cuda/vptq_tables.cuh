@@ -17,21 +17,28 @@ DEVICE void gather(u32 (&a)[4], u32 v, u32 book, u32 residual) {
   a[0] = q.x, a[1] = q.y, a[2] = q.z, a[3] = q.w;
 }
 
-// Every thread calls this before it waits for inputs, and `book_ready` after the __syncthreads that follows.
+// Every thread calls this before it waits for inputs, and `book_ready` after the __syncthreads that follows. CTAs begin at different
+// places: not all at once in the same lines of L2. Before Hopper each thread copies its own words.
 template <u32 BYTES = BOOK_BYTES> DEVICE void stage_book(char* to, const char* book, u64* barrier) {
+  constexpr u32 PIECE = BYTES < 16384 ? BYTES : 16384, COUNT = BYTES / PIECE;
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
     barrier_init(barrier, 1);
     fence_barriers();
     copy_begin(barrier, BYTES, 0);
-    constexpr u32 PIECE = BYTES < 16384 ? BYTES : 16384, COUNT = BYTES / PIECE;
-    for (u32 i = 0; i < COUNT; i++) {  // CTAs begin at different places: not all at once in the same lines of L2
+    for (u32 i = 0; i < COUNT; i++) {
       const u32 at = (i + blockIdx.x) % COUNT * PIECE;
       bulk_copy(to + at, book + at, PIECE, barrier);
     }
   }
 #else
-  for (u32 i = threadIdx.x; i < BYTES / 16; i += THREADS) ((uint4*)to)[i] = ((const uint4*)book)[i];
+  const u32 first = blockIdx.x % COUNT * PIECE, shared = shared_address(to);
+#pragma unroll 8
+  for (u32 i = 16 * threadIdx.x; i < BYTES; i += 16 * THREADS) {
+    const u32 at = first + i < BYTES ? first + i : first + i - BYTES;
+    copy16(shared + at, book + at);
+  }
+  copy_group();
 #endif
 }
 // The residual book on its way to shared memory: held while other loads start, so that their latencies overlap.
@@ -54,6 +61,9 @@ struct Residual {
 DEVICE void book_ready(u64* barrier) {
 #if __CUDA_ARCH__ >= 900
   barrier_wait(barrier, 0);
+#else
+  copy_wait<0>();
+  __syncthreads();
 #endif
 }
 

@@ -5,7 +5,7 @@ cuda/vptq.cu and, for codebooks in bytes, of cuda/vptq_bytes.cu.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
-from flyweight.kernels import jit
+from flyweight.kernels import jit, workspace
 from flyweight.kernels.vptq.layout import CHUNK, SLICE_BITS
 from flyweight.kernels.vptq.parts import Ends, Parts, part_arguments, share_out
 from flyweight.tensors import VectorQuant
@@ -33,6 +33,11 @@ HALF_ITEMS = MILLION // 2
 CROWDED_ITEMS = 2 * MILLION
 # from here a second copy of a codebook up to 4096 entries pays for its staging
 DOUBLED_ITEMS = 6 * MILLION
+# so few of so small a weight that fewer warps are faster before Hopper
+# (workshop/vptq-launches-h200.jsonl)
+FEW_CHUNKS = 8
+# chunks that the busiest thread block has more than the mean from which on row blocks are shared
+EVENED_CHUNKS = 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Launch:
     # 2: small enough that the next launch stages its codebook while this one ends
     resident: int = 1
     share: int = 1  # 2: one thread block for every second multiprocessor
+    even: bool = False  # thread blocks share row blocks
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ def shared_limit(device: Gpu, resident: int) -> int:
     return min(device.shared_most, device.shared_memory_per_multiprocessor // resident - KB)
 
 
-def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
+def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> list[Launch]:
     """Launches for this weight, the fastest first. `plain`: nothing but the product."""
     layout = parts[0]
     items = sum(part.row_blocks for part in parts) * 256 * layout.chunks
@@ -75,14 +81,22 @@ def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
             for copies in (8, 4, 2, 1)
         ]
     alone = rows == 1 and plain and len(parts) == 1
+    staged_ahead = device.has_dependent_launch  # while the launch before ends
     table = [
         (
             alone and layout.dense is None and items <= DIRECT_ITEMS,
             Launch("direct", warps=max(1, min(8, layout.chunks))),
         ),
-        (rows == 1, Launch("staged", resident=2)),
-        (rows == 1 and items <= CROWDED_ITEMS, Launch("staged", resident=2, copies=4)),
-        (plain and items <= HALF_ITEMS, Launch("staged", share=2)),
+        (staged_ahead and rows == 1, Launch("staged", resident=2)),
+        (
+            staged_ahead and rows == 1 and items <= CROWDED_ITEMS,
+            Launch("staged", resident=2, copies=4),
+        ),
+        (staged_ahead and plain and items <= HALF_ITEMS, Launch("staged", share=2)),
+        (
+            not staged_ahead and items <= HALF_ITEMS and layout.chunks <= FEW_CHUNKS,
+            Launch("staged", warps=8),
+        ),
     ]
     small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
@@ -115,7 +129,7 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
         return Plan(launch, rows, (grid,), shared) if shared + static <= limit else None
     blocks = tuple(part.row_blocks for part in parts)
     ctas = share_out(blocks, count // launch.share)
-    here = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True))
+    here = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True)) + launch.even
     align = max(1, form.window // CHUNK)
     for several in (False, True):  # phases: then the sums of the row blocks need room of their own
         fixed = books + 4 * rows * 8 * halves * (launch.warps + here + here * several)
@@ -156,7 +170,9 @@ def choose(
     plain: bool = True,
 ) -> Plan | None:
     """The first candidate that fits, or the given one."""
-    tried = [launch] if launch else candidates(parts, rows, plain=plain)
+    tried = [launch] if launch else candidates(parts, rows, device, plain=plain)
+    if launch is None and worth_evening(parts, device):
+        tried = [replace(one, even=one.kernel == "staged") for one in tried]
     plans = (
         plan(
             parts,
@@ -168,6 +184,18 @@ def choose(
         for one in tried
     )
     return next((found for found in plans if found), None)
+
+
+def worth_evening(parts: Parts, device: Gpu) -> bool:
+    """Whether thread blocks would wait for the busiest longer than handing sums over takes. Hopper
+    begins the next launch meanwhile.
+    """
+    if device.has_dependent_launch:
+        return False
+    blocks = tuple(part.row_blocks for part in parts)
+    shares = [b / c for b, c in zip(blocks, share_out(blocks, device.processors), strict=True)]
+    idle = max(map(math.ceil, shares)) - sum(blocks) / min(device.processors, sum(blocks))
+    return idle * parts[0].chunks >= EVENED_CHUNKS
 
 
 def run(
@@ -193,6 +221,7 @@ def run(
             "WARPS": launch.warps,
             "RESIDENT": launch.resident,
         }
+        | ({"EVEN": 1} if launch.even else {})
     )
     kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
     columns = (layout.affine, layout.source, x, out)
@@ -224,6 +253,9 @@ def run(
             chosen.x_columns,
             layout.dense_steps,
         )
+        if launch.even:
+            words = chosen.rows * 8 * layout.halves * sum(chosen.ctas)
+            args = (*args, workspace.current(x.device).mailbox(words))
     else:
         partial = torch.empty(
             layout.slices * chosen.rows * layout.row_blocks * 8 * layout.halves, device=x.device
