@@ -59,6 +59,13 @@ template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], co
 DEVICE void take_chunk_of_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
   take_bytes<0>(acc, w, at), take_bytes<2>(acc, w, at), take_bytes<4>(acc, w, at), take_bytes<6>(acc, w, at);
 }
+// Not to be worked out again in every turn of a loop, as the compiler would to save a register.
+DEVICE u32 kept(u32 value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
 // Adds up over the warp, writes the eight sums of each row and clears them; halves of the lanes keep halves of the outputs.
 DEVICE void flush_bytes(Products& acc, float* to, int lane) {
 #pragma unroll
@@ -207,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   book_ready(&all.barrier);
 
   Products acc = {};
-  const u32 shared = shared_address(raw), own_x = shared + X_AT + column_lane(lane) * 4;
-  const u32 residual = shared + BYTE_BOOK + lane % COPIES * 8;
+  const u32 shared = shared_address(raw);
+  const u32 own_x = kept(shared + X_AT + column_lane(lane) * 4), residual = kept(shared + BYTE_BOOK + lane % COPIES * 8);
   int block = begin / chunks, chunk = begin % chunks;
 #pragma unroll 1
   for (int at = begin; at < end; at += 2) {
