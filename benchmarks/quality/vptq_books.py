@@ -1,4 +1,4 @@
-"""What codebooks of VPTQ in 8 bits cost in perplexity (`FLYWEIGHT_VPTQ_BOOKS=int8`).
+"""What codebooks of VPTQ in 8 bits cost in perplexity (`--vptq-books int8`).
 
     python benchmarks/quality/vptq_books.py OUT.jsonl --text wiki.txt --model FOLDER …
         [--tokens 4096] [--window 512] [--device cpu]
@@ -10,28 +10,13 @@ bytes. A row is of the rounded one, compared token by token with the other; prod
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from flyweight.bench.rows import ResultFile
 from flyweight.commands.evaluate import complete_rows, result_row
-from flyweight.kernels.dispatch import VPTQ_BOOKS
+from flyweight.models.narrow_books import AS_STORED, IN_BYTES
 from flyweight.quant.evaluate import compare
-from flyweight.quant.subject import Subject, load_subject
-
-
-def load(model: str, books: str, options: argparse.Namespace) -> Subject:
-    """`books`: stored or int8."""
-    before = os.environ.get(VPTQ_BOOKS)
-    os.environ[VPTQ_BOOKS] = books
-    try:
-        text = options.text.read_text(encoding="utf-8")
-        return load_subject(model, text, device=options.device, dtype=None)
-    finally:
-        if before is None:
-            del os.environ[VPTQ_BOOKS]
-        else:
-            os.environ[VPTQ_BOOKS] = before
+from flyweight.quant.subject import load_subject
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,8 +31,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device")
     options = parser.parse_args(arguments)
     results = ResultFile(options.out)
+    text = options.text.read_text(encoding="utf-8")
     for name in options.model:
-        stored, rounded = (load(name, books, options) for books in ("stored", "int8"))
+        stored, rounded = (
+            load_subject(name, text, device=options.device, dtype=None, vptq_books=books)
+            for books in (AS_STORED, IN_BYTES)
+        )
         result, agreement = compare(
             stored.decoder,
             rounded.decoder,
@@ -57,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         row = result_row(
             result, agreement, rounded, model=name, text=options.text.name, exact=True
-        ) | {"codebooks": "int8"}
+        ) | {"vptq_books": IN_BYTES}
         shown = {key: row[key] for key in ("perplexity", "log_ratio", "log_ratio_error", "kl")}
         print(name, shown, flush=True)
         results.append(complete_rows([row], rounded.decoder.device))

@@ -24,9 +24,8 @@ BOOKS = dict(main=256, residual=256)
 
 def make(*shapes, dtype=torch.bfloat16, bias=None, **options):
     """The weights as their bytes mean them, and one linear of all."""
-    tensors = [VectorQuant.random(shape, seed, dtype=dtype, **options) for seed, shape in enumerate(shapes)]
-    weight = vptq.join([vptq.prepare(tensor, dtype=dtype, ops=ops, byte_books=True) for tensor in tensors], bias)
-    return [tensor.with_books(tensor.byte_books()) for tensor in tensors], weight
+    tensors = [VectorQuant.random(shape, seed, dtype=dtype, **options).in_bytes() for seed, shape in enumerate(shapes)]
+    return tensors, vptq.join([vptq.prepare(tensor, dtype=dtype, ops=ops) for tensor in tensors], bias)
 
 
 @pytest.mark.parametrize("options", [dict(main=8192, residual=256), dict(main=300, residual=16), dict(main=64, residual=None)])
@@ -42,7 +41,7 @@ def test_the_sums_of_two_books_are_the_bytes_that_stand_for_them(options):
     if extra is not None:
         meant = meant + entries(books.residual * books.step, extra)
     torch.testing.assert_close(octets * books.step[0, 0] + books.least[0, 0], meant, rtol=1e-4, atol=1e-6)
-    loss = (tensor.with_books(books).dequantize() - tensor.dequantize()).norm() / tensor.dequantize().norm()
+    loss = (tensor.in_bytes().dequantize() - tensor.dequantize()).norm() / tensor.dequantize().norm()
     assert loss < 0.02
 
 

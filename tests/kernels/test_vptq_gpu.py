@@ -120,12 +120,11 @@ def test_every_launch_gives_the_same_weight(main, residual, doubled):
                                      dict(shape=(520, 1534), main=300, residual=16, permute=True), dict(shape=(64, 512), residual=None)])
 def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
     options = dict(options)
-    tensor = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", **options)
-    weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True)
-    meant = tensor.with_books(tensor.byte_books())
+    meant = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", **options).in_bytes()
+    weight = vptq.prepare(meant, dtype=torch.bfloat16, ops=reference)
     for rows in (1, 2, 3, 40, 130):
         assert relative_error(weight, meant, rows) < (5e-3 if rows < 3 else 1e-2), f"{rows} rows"
-    device = gpu.of(tensor.device)
+    device = gpu.of(meant.device)
     for copies, warps in [*((copies, 16) for copies in gather.BYTE_COPIES), (16, 8), (16, 32)]:
         launch = Launch("bytes", copies=copies, warps=warps)
         if gather.choose(weight.parts, 1, device, launch):
@@ -134,8 +133,8 @@ def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
 
 def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay():
     """q, k and v with a norm, o behind them: with dependent launches, which share processors."""
-    tensors = [VectorQuant.random((outputs, 4096), seed, device="cuda") for seed, outputs in enumerate((4096, 1024, 1024))]
-    parts = [vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True) for tensor in tensors]
+    meant = [VectorQuant.random((outputs, 4096), seed, device="cuda").in_bytes() for seed, outputs in enumerate((4096, 1024, 1024))]
+    parts = [vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference) for tensor in meant]
     qkv, o = vptq.join(parts), parts[0]
     x, norm = torch.randn(1, 4096, device="cuda").bfloat16(), torch.ones(4096, device="cuda").bfloat16()
     first, last = torch.empty(1, 6144, device="cuda").bfloat16(), torch.empty(1, 4096, device="cuda").bfloat16()
@@ -155,7 +154,6 @@ def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay():
         graph.replay()
         results.append(last.clone())
     assert all(torch.equal(result, results[0]) for result in results) and not results[0].isnan().any()
-    meant = [tensor.with_books(tensor.byte_books()) for tensor in tensors]
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
     expected = meant[0].matmul_reference(meant[0].matmul_reference(normed).bfloat16()) + x.double()
     assert (results[0].double() - expected).norm() / expected.norm() < 1e-2

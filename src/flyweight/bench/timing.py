@@ -4,7 +4,7 @@ file holds a timer.
 1. Warm before timing: the same work, its answers cut to 64 tokens (16 of eager transformers) where
    no shape depends on their length, its prompts to as many as are in work at once, is run until two
    runs in a row agree within 5 %, so that JIT compilation, autotuning, graph capture and clock
-   ramps lie before the first sample. What never settles is flagged. A run of more than five seconds
+   ramps lie before the first sample. What never settles is flagged. A run of more than 2.5 seconds
    is enough by itself: nothing of it is still cold at its end.
 2. Nothing is reused: prompts are random token ids, drawn afresh for every run from a seed that the
    row tells, and prefix caches are off. End of text is ignored and lengths are fixed, so that every
@@ -42,7 +42,7 @@ from typing import Any, TypeVar
 from flyweight.clock import Run
 
 # two warm-up runs that agree within this are warm; so is one of so many seconds
-STABLE, LONG = 0.05, 5.0
+STABLE, LONG = 0.05, 2.5
 SPREAD_FROM = 10  # samples, for p10 and p90
 OUTLIER_DEVIATIONS, OUTLIER_SHARE = 3.5, 0.02
 STEADY = 1.5  # p90 ÷ p10 of a run's steps

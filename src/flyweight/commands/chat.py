@@ -24,6 +24,7 @@ from flyweight.commands.options import (
     PromptDtype,
     Speculate,
     Threads,
+    VptqBooks,
 )
 from flyweight.commands.stopping import interruptible
 from flyweight.commands.word_wrap import WordWrap
@@ -63,6 +64,7 @@ def chat(
     kv_dtype: KvDtype = None,
     prompt_dtype: PromptDtype = None,
     head: Head = None,
+    vptq_books: VptqBooks = None,
     native: Native = None,
     offload: Offload = 0,
     speculate: Speculate = None,
@@ -92,6 +94,7 @@ def chat(
         dtype=dtype,
         kv_dtype=kv_dtype,
         head=head,
+        vptq_books=vptq_books,
         native=native,
         offload=offload,
         prompt_dtype=prompt_dtype,

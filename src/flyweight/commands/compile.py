@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flyweight.commands.options import VptqBooks
 from flyweight.errors import OptionError, unknown
 
 DEFAULT = "sm_90a"
@@ -58,6 +59,7 @@ def compile(
             help="Bits of the head: int8, int4 or stored; default: as the model asks for."
         ),
     ] = None,
+    vptq_books: VptqBooks = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; default: one for each core.")
     ] = None,
@@ -85,7 +87,7 @@ def compile(
     gpu, architecture = pick_gpu(arch, processors)
     sequences = max_num_seqs or DEFAULTS["cuda"]["max_num_seqs"]
     tokens = max_num_batched_tokens or max(sequences, DEFAULTS["cuda"]["max_num_batched_tokens"])
-    target = Target(gpu, dtype, sequences, tokens, pick_kv_format(kv_dtype), head)
+    target = Target(gpu, dtype, sequences, tokens, pick_kv_format(kv_dtype), head, vptq_books)
     workers = workers or os.cpu_count() or 1
     parts = max(1, min(4, workers // len(models)))  # more would only wait for each other's imports
     runs = [

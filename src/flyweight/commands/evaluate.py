@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.options import Device, Dtype, KvDtype, PromptDtype, Threads
+from flyweight.commands.options import (
+    Device,
+    Dtype,
+    KvDtype,
+    PromptDtype,
+    Threads,
+    VptqBooks,
+)
 from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
@@ -57,6 +64,7 @@ def evaluate(
             "as each asks for, else as stored."
         ),
     ] = None,
+    vptq_books: VptqBooks = None,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
@@ -112,6 +120,7 @@ def evaluate(
                 dtype=dtype,
                 exact=not served,
                 head=None if own else head,
+                vptq_books="stored" if own else vptq_books,
                 kv_dtype=None if own else kv_dtype,
                 prompt_dtype=None if own else prompt_dtype,
             )
@@ -139,10 +148,10 @@ def evaluate(
                     original, subject.decoder, subject.ids[:tokens], **options
                 )
         first = first or subject
-        asked = {} if own else {"head": head, "prompt_dtype": prompt_dtype}
+        asked = {"head": head, "vptq_books": vptq_books, "prompt_dtype": prompt_dtype}
         rows.append(
             result_row(result, agreement, subject, model=name, text=text, exact=not served)
-            | {key: value for key, value in asked.items() if value}
+            | {key: value for key, value in asked.items() if value and not own}
         )
     assert first is not None
     complete = complete_rows(rows, first.decoder.device)

@@ -24,6 +24,7 @@ from flyweight.commands.options import (
     PromptDtype,
     Speculate,
     Threads,
+    VptqBooks,
 )
 from flyweight.commands.stopping import interruptible
 from flyweight.errors import OptionError
@@ -71,6 +72,7 @@ def generate(
     kv_dtype: KvDtype = None,
     prompt_dtype: PromptDtype = None,
     head: Head = None,
+    vptq_books: VptqBooks = None,
     native: Native = None,
     offload: Offload = 0,
     speculate: Speculate = None,
@@ -128,6 +130,7 @@ def generate(
         dtype=dtype,
         kv_dtype=kv_dtype,
         head=head,
+        vptq_books=vptq_books,
         native=native,
         offload=offload,
         prompt_dtype=prompt_dtype,

@@ -42,6 +42,12 @@ Head = Annotated[
         "as the model asks for, else as stored."
     ),
 ]
+VptqBooks = Annotated[
+    str | None,
+    typer.Option(
+        help="Codebooks of VPTQ weights: int8 (faster on a GPU, where it is the default) or stored."
+    ),
+]
 KvDtype = Annotated[
     str | None,
     typer.Option(

@@ -23,6 +23,7 @@ from flyweight.commands.options import (
     PromptDtype,
     Speculate,
     Threads,
+    VptqBooks,
 )
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
@@ -96,6 +97,7 @@ def serve(
     kv_dtype: KvDtype = None,
     prompt_dtype: PromptDtype = None,
     head: Head = None,
+    vptq_books: VptqBooks = None,
     native: Native = None,
     lazy: Annotated[
         bool,
@@ -212,6 +214,7 @@ def serve(
         "kv_dtype": kv_dtype,
         "prompt_dtype": prompt_dtype,
         "head": head,
+        "vptq_books": vptq_books,
         "native": native,
         "prompt_tokens_beside": prompt_tokens_beside,
     }

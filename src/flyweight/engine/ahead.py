@@ -24,6 +24,7 @@ from flyweight.kernels.dry_run import DEVICE, dry_run, real
 from flyweight.kv_format import KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
+from flyweight.models.narrow_books import narrow_books
 from flyweight.models.narrow_head import narrow_head
 from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import has_experts, plan_of
@@ -42,6 +43,7 @@ class Target:
     tokens: int = DEFAULTS["cuda"]["max_num_batched_tokens"]
     kv_format: KVFormat | None = None  # of the cache; None: the type of activations
     head: str | None = None  # its bits, as `--head` names them; None: as stored
+    vptq_books: str | None = None  # as `--vptq-books` names them
 
 
 class Read:
@@ -183,11 +185,13 @@ def make_caches(decoder: Decoder, kv_format: KVFormat | None = None) -> list[KVS
     return shape.shared(-(-config.context_length // PAGE), PAGE, decoder.device, slots=1)
 
 
-def load(model: str, dtype: str | None, head: str | None = None) -> Decoder:
+def load(
+    model: str, dtype: str | None, head: str | None = None, vptq_books: str | None = None
+) -> Decoder:
     """With one layer of each kind."""
     weights = open_weights(model)
     return Decoder.load(
-        narrow_head(weights, head),
+        narrow_books(narrow_head(weights, head), vptq_books, torch.device(DEVICE)),
         device=DEVICE,
         dtype=choose_dtype(dtype, weights.config, DEVICE),
         layers=layers_of(weights),
@@ -199,7 +203,7 @@ def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> s
     of them.
     """
     with dry_run(target.gpu):
-        decoder = load(model, target.dtype, target.head)
+        decoder = load(model, target.dtype, target.head, target.vptq_books)
         if part == 0:
             run_steps(decoder, target)
         # where the tiles of experts grow depends on how many there are

@@ -65,6 +65,7 @@ from flyweight.models.adapters import Adapters
 from flyweight.models.balanced_keys import balance_keys
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import choose_kv_scheme
+from flyweight.models.narrow_books import narrow_books
 from flyweight.models.narrow_head import narrow_head
 from flyweight.models.standard import plan_of
 
@@ -102,6 +103,8 @@ class LLM:
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the
                        folder asks for, else as stored
+    vptq_books         int8: codebooks of VPTQ in bytes where a kernel reads them, the default on a
+                       GPU; stored: as the files have them
     native             on a CPU: kernels in C that read weights in the bits of their file, whole
                        steps in one call; None: where they can (`executor` says which runs, and
                        why), False: torch, True: nothing else
@@ -135,6 +138,7 @@ class LLM:
         exact: bool = False,
         decoder: Decoder | None = None,
         head: str | None = None,
+        vptq_books: str | None = None,
         native: bool | None = None,
         offload: int = 0,
         prompt_tokens_beside: int | None = None,
@@ -161,6 +165,7 @@ class LLM:
             served = narrow_head(self.weights, head)
             if not adapters:  # what they add to queries and keys is not balanced
                 served = balance_keys(served, scheme)
+            served = narrow_books(served, vptq_books, self.device)
             with shortage.told(f"{model}: its weights do not fit"):
                 self.decoder, self.executor = load_decoder(
                     served,

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.errors import OptionError, unknown
 from flyweight.kernels import cpu, imitation, reference
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
@@ -31,7 +30,6 @@ from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
-from flyweight.kernels.vptq.layout import takes_byte_books
 from flyweight.tensors import (
     Float4,
     Float8,
@@ -43,8 +41,6 @@ from flyweight.tensors import (
     Sparse24,
     VectorQuant,
 )
-
-VPTQ_BOOKS = "FLYWEIGHT_VPTQ_BOOKS"  # int8: rounded to bytes; stored: as the files have them
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,17 +109,8 @@ def vectors(request: Request) -> FusedLinear | None:
         tensor,
         dtype=request.dtype,
         ops=request.ops,
-        byte_books=books_in_bytes(),
         bias=request.bias,
     )
-
-
-def books_in_bytes() -> bool:
-    """Whether VPTQ's codebooks are rounded to 8 bits as they are loaded."""
-    asked = os.environ.get(VPTQ_BOOKS, "stored")
-    if asked not in ("int8", "stored"):
-        raise OptionError(unknown(VPTQ_BOOKS, asked, ["int8", "stored"]))
-    return asked == "int8"
 
 
 _in_c = True  # whether a CPU's own kernels may be used
@@ -228,8 +215,6 @@ def prepare(
     activation: str | None = None,
 ) -> FusedLinear:
     """Choose a kernel and lay the weight out for it."""
-    if isinstance(tensor, VectorQuant) and books_in_bytes() and takes_byte_books(tensor):
-        tensor = tensor.with_books(tensor.byte_books())
     request = Request(tensor, dtype, exact, bias, activation, decoder_ops(tensor.device))
     return next(
         (found for preparer in PREPARERS if (found := preparer(request))), None

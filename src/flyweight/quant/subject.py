@@ -71,6 +71,7 @@ def load_subject(
     dtype: str | None,
     exact: bool = True,
     head: str | None = None,
+    vptq_books: str | None = None,
     kv_dtype: str | None = None,
     prompt_dtype: str | None = None,
 ) -> Subject:
@@ -81,6 +82,7 @@ def load_subject(
     from flyweight.models.config import ModelConfig
     from flyweight.models.decoder import Decoder
     from flyweight.models.kv_scheme import choose_kv_scheme
+    from flyweight.models.narrow_books import narrow_books
     from flyweight.models.narrow_head import narrow_head
 
     place = pick_device(device)
@@ -90,7 +92,7 @@ def load_subject(
     computed = choose_dtype(dtype, checkpoint.config, place)
     config = ModelConfig.from_dict(checkpoint.config)
     scheme = choose_kv_scheme(kv_dtype, checkpoint, config)
-    weights = balance_keys(weights, scheme)
+    weights = narrow_books(balance_keys(weights, scheme), vptq_books, place)
     plain = prompt_dtype is None and scheme.format is None
     if place.type == "cpu" and plain and native.why_not(config, computed) is None:
         whole = NativeWhole(native.load(weights, exact=exact), scheme)

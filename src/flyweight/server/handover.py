@@ -75,6 +75,7 @@ OURS = {
     "max_loaded",
     "embeddings",
     "head",
+    "vptq_books",
     "prompt_tokens_beside",
     "prompt_dtype",
     "offload",

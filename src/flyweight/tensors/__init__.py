@@ -15,7 +15,7 @@ from flyweight.tensors.float4 import FLOAT4_GROUP, Float4, NvFloat4
 from flyweight.tensors.float8 import FLOAT8, FLOAT8_MAX, Float8, quantize_float8_rows
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24, quantize_int8_rows
 from flyweight.tensors.rows import reorder_rows, scale_rows
-from flyweight.tensors.vector import VectorQuant
+from flyweight.tensors.vector import ByteVectorQuant, VectorQuant
 
 KINDS: dict[str, type[QuantTensor]] = {
     t.kind: t
@@ -45,6 +45,7 @@ __all__ = [
     "FLOAT8",
     "FLOAT8_MAX",
     "KINDS",
+    "ByteVectorQuant",
     "Float4",
     "Float8",
     "Int8Channel",

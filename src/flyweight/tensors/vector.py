@@ -162,6 +162,19 @@ class VectorQuant(QuantTensor):
             residual = (books.residual * books.step).to(self.residual.dtype)
         return replace(self, codebook=main, residual=residual)
 
+    def in_bytes(self) -> ByteVectorQuant:
+        """The same weight with its codebooks rounded to bytes, which it keeps beside what they
+        stand for.
+        """
+        books = self.byte_books()
+        return ByteVectorQuant(
+            **self.with_books(books).fields(),
+            main_codes=books.main,
+            residual_codes=books.residual,
+            step=books.step,
+            least=books.least,
+        )
+
     @property
     def nbytes(self) -> int:
         """Permutation and outlier indices are stored in 16 bits."""
@@ -238,6 +251,27 @@ class VectorQuant(QuantTensor):
             scale=(1 + normal(columns, spread=0.1).float()).to(dtype) if normalize else None,
             bias=normal(columns, spread=0.01 * spread) if normalize else None,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ByteVectorQuant(VectorQuant):
+    """VPTQ whose codebooks hold what these bytes stand for: a kernel may read either."""
+
+    main_codes: Tensor | None = None  # the fields of ByteBooks
+    residual_codes: Tensor | None = None
+    step: Tensor | None = None
+    least: Tensor | None = None
+
+    @property
+    def books(self) -> ByteBooks:
+        assert self.main_codes is not None and self.step is not None and self.least is not None
+        return ByteBooks(self.main_codes, self.residual_codes, self.step, self.least)
+
+    @property
+    def nbytes(self) -> int:
+        """As the file has it, which knows nothing of bytes."""
+        codes = (self.main_codes, self.residual_codes, self.step, self.least)
+        return super().nbytes - sum(t.nbytes for t in codes if t is not None)
 
 
 def entries(book: Tensor, index: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ typedef int Products[ROWS][8];
 
 // Shared addresses of the books and, of this chunk and lane, of x; the copy of the residual book is this lane's.
 struct Places { u32 book, residual, x; };
-template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
+// Both entries of an item, added: a byte for each of its eight weights.
+template <int S> DEVICE uint2 look_up(const u32 (&w)[WORDS], const Places& at) {
   const u32 half = S % 2 ? w[S / 2] >> 16 : w[S / 2];
   uint2 entry = shared_load2(at.book + (half & (ENTRIES - 1) << 3));
   if constexpr (RES_BITS > 0) {
@@ -34,21 +35,36 @@ template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], co
     const uint2 more = shared_load2(index * (8 * COPIES) + at.residual);
     entry.x += more.x, entry.y += more.y;
   }
-  // Both rows of x lie in one word; of one row two columns do, and the position's bits go to 1, 7 and 8.
-  const u32 x = ROWS == 1 ? shared_load16(and_or((half & 7) * 0x42, 0x182, at.x)) : shared_load((half & 7) * 128 + at.x);
+  return entry;
+}
+// The x of an item: both rows lie in one word; of one row two columns do, and the position's bits go to 1, 7 and 8.
+template <int S> DEVICE u32 x_of(const u32 (&w)[WORDS], const Places& at) {
+  const u32 half = S % 2 ? w[S / 2] >> 16 : w[S / 2];
+  return ROWS == 1 ? shared_load16(and_or((half & 7) * 0x42, 0x182, at.x)) : shared_load((half & 7) * 128 + at.x);
+}
+// Two items at once: dp2a multiplies a pair of x with the bytes of one output, which first are brought beside each other.
+template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
+  const uint2 one = look_up<S>(w, at), two = look_up<S + 1>(w, at);
+  const u32 x = x_of<S>(w, at), more = x_of<S + 1>(w, at);
+  const u32 bytes[4] = {__byte_perm(one.x, two.x, 0x5140), __byte_perm(one.x, two.x, 0x7362),
+                        __byte_perm(one.y, two.y, 0x5140), __byte_perm(one.y, two.y, 0x7362)};
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const u32 even = ROWS == 1 ? x : r ? x >> 16 : x & 0xffff, odd = r ? x & 0xffff0000u : x << 16;
+    const u32 pair = __byte_perm(x, more, r ? 0x7632 : 0x5410);
     int (&a)[8] = acc[r];
-    a[0] = dot_lower(even, entry.x, a[0]), a[1] = dot_lower(odd, entry.x, a[1]);
-    a[2] = dot_upper(even, entry.x, a[2]), a[3] = dot_upper(odd, entry.x, a[3]);
-    a[4] = dot_lower(even, entry.y, a[4]), a[5] = dot_lower(odd, entry.y, a[5]);
-    a[6] = dot_upper(even, entry.y, a[6]), a[7] = dot_upper(odd, entry.y, a[7]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[2 * i] = dot_lower(pair, bytes[i], a[2 * i]), a[2 * i + 1] = dot_upper(pair, bytes[i], a[2 * i + 1]);
   }
 }
 DEVICE void take_chunk_of_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
-  take_bytes<0>(acc, w, at), take_bytes<1>(acc, w, at), take_bytes<2>(acc, w, at), take_bytes<3>(acc, w, at);
-  take_bytes<4>(acc, w, at), take_bytes<5>(acc, w, at), take_bytes<6>(acc, w, at), take_bytes<7>(acc, w, at);
+  take_bytes<0>(acc, w, at), take_bytes<2>(acc, w, at), take_bytes<4>(acc, w, at), take_bytes<6>(acc, w, at);
+}
+// Not to be worked out again in every turn of a loop, as the compiler would to save a register.
+DEVICE u32 kept(u32 value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
 }
 // Adds up over the warp, writes the eight sums of each row and clears them; halves of the lanes keep halves of the outputs.
 DEVICE void flush_bytes(Products& acc, float* to, int lane) {
@@ -198,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   book_ready(&all.barrier);
 
   Products acc = {};
-  const u32 shared = shared_address(raw), own_x = shared + X_AT + column_lane(lane) * 4;
-  const u32 residual = shared + BYTE_BOOK + lane % COPIES * 8;
+  const u32 shared = shared_address(raw);
+  const u32 own_x = kept(shared + X_AT + column_lane(lane) * 4), residual = kept(shared + BYTE_BOOK + lane % COPIES * 8);
   int block = begin / chunks, chunk = begin % chunks;
 #pragma unroll 1
   for (int at = begin; at < end; at += 2) {

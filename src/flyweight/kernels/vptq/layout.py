@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from flyweight.kernels import jit
 from flyweight.packing import unpack
-from flyweight.tensors import VectorQuant
+from flyweight.tensors import ByteVectorQuant, VectorQuant
 from flyweight.tensors.vector import packed
 from flyweight.values import has_values, known
 
@@ -379,14 +379,13 @@ def lay_out(
     *,
     dtype: torch.dtype,
     doubled: bool = False,
-    byte_books: bool = False,
     form: ItemFormat | None = None,
     batch: int = 1 << 23,
 ) -> Layout:
     """The layout of a weight that has a kernel; `batch` bounds the items that are in the works at
-    once. `byte_books`: with the codebooks rounded to bytes.
+    once.
     """
-    if byte_books:
+    if isinstance(tensor, ByteVectorQuant) and form is None:
         return _with_byte_books(tensor, dtype=dtype, batch=batch)
     halves = math.ceil(tensor.length / 8)
     dense = None
@@ -412,11 +411,11 @@ def takes_byte_books(tensor: VectorQuant) -> bool:
     return fields and plain and tensor.in_features <= MOST_BYTE_COLUMNS
 
 
-def _with_byte_books(tensor: VectorQuant, *, dtype: torch.dtype, batch: int) -> Layout:
-    books = tensor.byte_books()
+def _with_byte_books(tensor: ByteVectorQuant, *, dtype: torch.dtype, batch: int) -> Layout:
+    books = tensor.books
     main, residual = tensor.index_bits
     form = ItemFormat(main, residual, OWN_POSITION, 3, own=True)
-    layout = lay_out(tensor.with_books(books), dtype=dtype, form=form, batch=batch)
+    layout = lay_out(tensor, dtype=dtype, form=form, batch=batch)
     numbers = torch.stack([books.step, books.least]).contiguous()
     codes = torch.cat([_filled(books.main, main), numbers.view(torch.uint8).flatten()])
     extra = None if books.residual is None else _filled(books.residual, residual)

@@ -32,7 +32,7 @@ from flyweight.kernels.linear.fused import (
 )
 from flyweight.kernels.linear.tiles import ACTIVATIONS, Matrix, TiledWeight
 from flyweight.kernels.vptq import decode, gather, rows
-from flyweight.kernels.vptq.layout import Layout, lay_out, takes_byte_books, unsupported_reason
+from flyweight.kernels.vptq.layout import Layout, lay_out, unsupported_reason
 from flyweight.kernels.vptq.parts import Ends, Parts
 from flyweight.tensors import VectorQuant
 
@@ -265,12 +265,9 @@ def prepare(
     dtype: torch.dtype,
     ops: ModuleType,
     doubled: bool | None = None,
-    byte_books: bool = False,
     bias: Tensor | None = None,
 ) -> FusedLinear:
-    """Lay a weight out for the kernels, or decode it where none takes it. `byte_books`: rounds the
-    codebooks to bytes where a kernel is faster for it.
-    """
+    """Lay a weight out for the kernels, or decode it where none takes it."""
     if tensor.experts is not None:
         raise ValueError("a weight per expert: prepare them one by one")
     reason = unsupported_reason(tensor, dtype)
@@ -284,10 +281,9 @@ def prepare(
             shape=tensor.shape,
             nbytes=weight.nbytes,
         )
-    byte_books = byte_books and takes_byte_books(tensor)
     if doubled is None:
-        doubled = not byte_books and gather.worth_doubling(tensor)
-    layout = lay_out(tensor, dtype=dtype, doubled=doubled, byte_books=byte_books)
+        doubled = gather.worth_doubling(tensor)
+    layout = lay_out(tensor, dtype=dtype, doubled=doubled)
     return VptqLinear((layout,), ops=ops, bias=bias)
 
 
