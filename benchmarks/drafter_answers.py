@@ -171,9 +171,7 @@ def asked_by_the_model(llm: LLM, count: int, tokens: int = 96) -> Iterator[list[
 
 def all_prompts(llm: LLM, options: Any) -> Sequences:
     """Of all kinds, mixed, so that a part of them is a part of each."""
-    found = list(
-        prompts_of(llm, options.text, options.prompt, options.prompts, chat=options.chat)
-    )
+    found = list(prompts_of(llm, options.text, options.prompt, options.prompts, chat=options.chat))
     if options.chat:
         found += asked_by_the_model(llm, options.asked)
     if options.questions:

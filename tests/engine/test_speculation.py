@@ -31,6 +31,9 @@ class Oracle:
     def warm_up(self):
         pass
 
+    def guesses_unread(self, works):
+        return False
+
     def promising(self, request):
         return True
 
@@ -110,6 +113,51 @@ def test_guesses_that_the_host_has_not_read_are_checked_all_the_same(captured):
     engine = speculating(LateOracle(texts), captured=captured)
     assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
     assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+
+
+class UnreadOracle(LateOracle):
+    """Knows how many of its guesses in flight are right, as the device does, and guesses behind them."""
+
+    def __init__(self, texts, wrong=5):
+        super().__init__(texts, wrong)
+        self.latest = {}  # by request: where its latest guesses begin, and what they are
+
+    def guesses_unread(self, works):
+        return all(len(self.latest[work.request.number][1]) == len(work.drafts) for work in works)
+
+    def propose(self, requests, most):
+        columns = []
+        for request in requests:
+            text = next(text for text in self.texts if text[: len(request.tokens)] == request.tokens)
+            begin = len(request.tokens)
+            if request.pending:
+                before, guesses = self.latest[request.number]
+                right = 0
+                while right < len(guesses) and guesses[right] == text[before + right]:
+                    right += 1
+                begin = before + right + 1
+            places = range(begin, begin + most[request.number])
+            guesses = [(text[i] + (i % self.wrong == 0)) % VOCABULARY if i < len(text) else 0 for i in places]
+            self.latest[request.number] = begin, guesses
+            columns.append(guesses)
+        longest = max(map(len, columns))
+        arrival = Arrival(torch.tensor([[*guesses, *[0] * (longest - len(guesses))] for guesses in columns]).T)
+        return {request.number: LateDrafts(arrival, i, len(columns[i])) for i, request in enumerate(requests)}
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_guesses_behind_guesses_that_nobody_has_read(kind):
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    engine = speculating(UnreadOracle(texts), captured=True)
+    followed = count_followed(engine)
+    first = [engine.submit(prompt, options) for prompt in PROMPTS[:2]]
+    for _ in range(4):  # the others' prompts come in the middle of these answers
+        engine.step()
+    assert run(engine, *first, *(engine.submit(prompt, options) for prompt in PROMPTS[2:])) == want
+    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert (len(followed) > 2) == (kind != "penalized")
 
 
 class AheadOracle(Oracle):

@@ -27,7 +27,7 @@ from flyweight.engine.request import Constraint, Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import GREEDY, top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows
+from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows, is_unread
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
@@ -302,6 +302,15 @@ class Runner:
             )
         )
 
+    def can_guess_on(self, works: Sequence[Work]) -> bool:
+        """Whether a step like this one with guesses can be launched behind it, unread."""
+        return (
+            self.shared_steps is not None
+            and not self.rows.mode.penalized
+            and len(self.rows) == len(works)
+            and self.shared_rows.repeats(works)
+        )
+
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
@@ -347,7 +356,8 @@ class Runner:
         rows, steps = self.shared_rows, self.shared_steps
         assert steps is not None
         self.rows.extend()
-        count, outputs = rows.fill(works), sum(work.outputs for work in works)
+        count = rows.guess_on(works) if is_unread(works) else rows.fill(works)
+        outputs = sum(work.outputs for work in works)
         logits = steps.advance(count)
 
         def choose() -> Flight:
@@ -371,6 +381,8 @@ class Runner:
             if self.follower is not None:
                 self.follower.after_rows(works, rows, tokens)
             elif flight.speculative:
+                if outputs == count:
+                    rows.hold(tokens)
                 rows.go_on(tokens)
             return flight
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from flyweight.engine.request import Request
+from flyweight.engine.scheduler import Work
 
 
 class Drafter(Protocol):
@@ -15,6 +16,11 @@ class Drafter(Protocol):
 
     def warm_up(self) -> None:
         """Prepare what takes long ahead of the first request."""
+
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        """Whether it has guesses, on the device, for a step like this one with guesses right behind
+        it, before anybody knows which of these were right.
+        """
 
     def promising(self, request: Request) -> bool:
         """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step,

@@ -86,6 +86,12 @@ class HeadDrafter:
         if self.graphs is not None:
             self.graphs.warm_up()
 
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        """Its guesses lie on the device anyhow."""
+        return all(
+            len(self.guessed.get(work.request.number, ())) == len(work.drafts) for work in works
+        )
+
     def promising(self, request: Request) -> bool:
         return request.number in self.guessed
 
@@ -118,8 +124,7 @@ class HeadDrafter:
             self.skipped(works)
             return
         self._over(works)
-        if tokens.data_ptr() != rows.chosen.data_ptr():  # of rows that are not greedy
-            rows.advance(tokens)
+        rows.hold(tokens)
         self.graphs.follow(len(tokens))
         self._expect(works, self.graphs.chain(len(works)))
 

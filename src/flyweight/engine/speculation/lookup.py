@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flyweight.engine.request import Request
+from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.ngram import NgramDrafter
 
@@ -30,14 +31,23 @@ class LookupFirst:
     def warm_up(self) -> None:
         self.other.warm_up()
 
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        """Where a text goes on quoting, its tokens are read: what comes next may be looked up."""
+        quoting = any(
+            work.request.number in self.found or self.lookup.quotes(work.request) for work in works
+        )
+        return not quoting and self.other.guesses_unread(works)
+
     def promising(self, request: Request) -> bool:
         return self.other.promising(request)
 
     def propose(
         self, requests: Sequence[Request], most: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
-        looked_up = self.lookup.propose(requests, most).items()
-        found: dict[int, Sequence[int]] = {number: some for number, some in looked_up if some}
+        found: dict[int, Sequence[int]] = {}
+        if not any(request.pending for request in requests):
+            looked_up = self.lookup.propose(requests, most).items()
+            found.update((number, some) for number, some in looked_up if some)
         self.found = set(found)
         rest = [request for request in requests if request.number not in found]
         if rest:

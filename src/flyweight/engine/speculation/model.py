@@ -59,6 +59,9 @@ class ModelDrafter:
             if captured is not None:
                 captured.warm_up()
 
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        return False
+
     def promising(self, request: Request) -> bool:
         """A model always has a guess."""
         return len(request.tokens) + request.pending < self.context
