@@ -345,7 +345,7 @@ class Engine:
             )
         if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
             tokens = sum(len(result.tokens) for result in results) / len(works)
-            self.speculator.learn(seconds, sum(work.count for work in works), tokens)
+            self.speculator.learn(works, seconds, tokens)
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)

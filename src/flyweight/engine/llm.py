@@ -286,7 +286,9 @@ class LLM:
             assert wanted.guesses is not None
             drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
-            self.engine.speculator = speculator_of(drafter, wanted.guesses)
+            self.engine.speculator = speculator_of(
+                drafter, wanted.guesses, while_it_pays=wanted.while_it_pays
+            )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
         self._delivery: Delivery | None = None  # of the step that runs in that thread

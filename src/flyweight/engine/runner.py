@@ -101,6 +101,9 @@ class Passes(Protocol):
 class Follower(Protocol):
     """Who reads the hidden states of a step (models/taps.py) once its tokens are chosen."""
 
+    def wants(self, works: Sequence[Work]) -> bool:
+        """Whether it follows a step of such answers."""
+
     def after_pass(self, works: Sequence[Work], packed: Packed, tokens: Tensor) -> None:
         """`tokens`: chosen after the rows that sample."""
 
@@ -269,11 +272,12 @@ class Runner:
         """
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            shared = self._is_shared(works)
-            if self._is_captured(works) and not (shared and self.follower is not None):
+            followed = self.follower is not None and self.follower.wants(works)
+            shared = self._is_shared(works, followed=followed)
+            if self._is_captured(works) and not (shared and followed):
                 choose = self._replay(works)
             elif shared:
-                choose = self._replay_shared(works)
+                choose = self._replay_shared(works, followed=followed)
             else:
                 choose = self._forward(works)
             if launched is not None:
@@ -323,9 +327,11 @@ class Runner:
             )
         )
 
-    def _is_shared(self, works: Sequence[Work]) -> bool:
-        """Answers with several new tokens: guesses, or what a drafting model has not seen."""
-        several = self.follower is not None or any(
+    def _is_shared(self, works: Sequence[Work], *, followed: bool) -> bool:
+        """Answers with several new tokens: guesses, or what a drafting model has not seen; or whose
+        steps a head follows.
+        """
+        several = followed or any(
             work.count > 1 and work.request.number in self.rows.row_of for work in works
         )
         return several and self.shared_steps is not None and self.shared_rows.takes(works)
@@ -351,7 +357,7 @@ class Runner:
 
         return choose
 
-    def _replay_shared(self, works: Sequence[Work]) -> Callable[[], Flight]:
+    def _replay_shared(self, works: Sequence[Work], *, followed: bool) -> Callable[[], Flight]:
         """Answers, some of them with several rows."""
         rows, steps = self.shared_rows, self.shared_steps
         assert steps is not None
@@ -378,9 +384,12 @@ class Runner:
                 works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens
             )
             # once the tokens are on their way to the host
-            if self.follower is not None:
+            if self.follower is not None and followed:
                 self.follower.after_rows(works, rows, tokens)
-            elif flight.speculative:
+                return flight
+            if self.follower is not None:
+                self.follower.skipped(works)
+            if flight.speculative:
                 if outputs == count:
                     rows.hold(tokens)
                 rows.go_on(tokens)

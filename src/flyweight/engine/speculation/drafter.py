@@ -34,6 +34,12 @@ class Drafter(Protocol):
         is at least one. Where it `guesses_ahead`, that token may still be in flight.
         """
 
+    def release(self, request: Request) -> None:
+        """Nobody wants guesses for it any more."""
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        """A step of these answers, and nothing else, took so long."""
+
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         """So many of its guesses were right."""
 

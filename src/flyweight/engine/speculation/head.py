@@ -66,6 +66,7 @@ class HeadDrafter:
         self.cache = head.cache(runner.spare + 1, runner.block_size)
         self.guessed: dict[int, Sequence[int]] = {}
         self.lost: set[int] = set()  # requests with a hole in the head's cache
+        self.released: set[int] = set()  # those that nobody wants guesses for
         runner.follower = self
         runner.rows.blank = runner.spare
 
@@ -89,7 +90,9 @@ class HeadDrafter:
     def guesses_unread(self, works: Sequence[Work]) -> bool:
         """Its guesses lie on the device anyhow."""
         return all(
-            len(self.guessed.get(work.request.number, ())) == len(work.drafts) for work in works
+            work.drafts
+            and len(self.guessed.get(work.request.number, ())) == len(work.drafts)
+            for work in works
         )
 
     def promising(self, request: Request) -> bool:
@@ -104,14 +107,31 @@ class HeadDrafter:
             if request.number in self.guessed
         }
 
+    def release(self, request: Request) -> None:
+        """Its steps go by from now on."""
+        self.released.add(request.number)
+        self.lost.add(request.number)
+        self.guessed.pop(request.number, None)
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        pass
+
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         pass
 
     def forget(self, request: Request) -> None:
         self.guessed.pop(request.number, None)
         self.lost.discard(request.number)
+        self.released.discard(request.number)
 
     # -- as a follower ---------------------------------------------------------------------
+
+    def wants(self, works: Sequence[Work]) -> bool:
+        """Whether it can guess for some of them once this step is over."""
+        return any(
+            work.request.number not in self.lost and work.request.constraint is None
+            for work in works
+        )
 
     def skipped(self, works: Sequence[Work]) -> None:
         """A step of theirs went by."""
@@ -132,7 +152,7 @@ class HeadDrafter:
         """A step of any mix; `tokens`: chosen after the rows that sample."""
         self._over(works)
         for work in works:
-            if work.start == 0:
+            if work.start == 0 and work.request.number not in self.released:
                 self.lost.discard(work.request.number)
         taps, batch = self.target.taps, packed.batch
         assert taps is not None

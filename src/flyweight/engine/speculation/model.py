@@ -85,6 +85,12 @@ class ModelDrafter:
                 work.request.tokens += result.tokens
         return {shadow.number: shadow.tokens[known[shadow.number] :] for shadow in ready}
 
+    def release(self, request: Request) -> None:
+        self.forget(request)
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        pass
+
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         pass
 

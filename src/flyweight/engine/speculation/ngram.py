@@ -151,6 +151,12 @@ class NgramDrafter:
             return []
         return earlier.after(place, count, own=False)
 
+    def release(self, request: Request) -> None:
+        pass
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        pass
+
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         """A right guess makes it easier to guess again, a wrong one harder."""
         if (reader := self.readers.get(request.number)) is not None:

@@ -44,7 +44,7 @@ template <int RIGHT> DEVICE u32 shifted(u32 word) { return RIGHT >= 0 ? word >> 
 constexpr u32 TABLE0 = CODING == LOOKED_UP ? 0xbfad9881 : 0x03020100, TABLE4 = CODING == LOOKED_UP ? 0xf6eaddcf : 0x0c080604;
 constexpr u32 TABLE8 = CODING == LOOKED_UP ? 0x26190d01 : 0xfdfeff00, TABLE12 = CODING == LOOKED_UP ? 0x71594535 : 0xf4f8fafc;
 // Eight codes, the low and the high halves of four bytes → their values in signed bytes.
-DEVICE void table_values(u32 codes, u32& low, u32& high) {
+DEVICE void look_up(u32 codes, u32& low, u32& high) {
   const u32 places = codes & 0x77777777;
   const u32 one = __byte_perm(TABLE0, TABLE4, places), two = __byte_perm(TABLE0, TABLE4, places >> 16);
   const u32 upper_one = __byte_perm(TABLE8, TABLE12, places), upper_two = __byte_perm(TABLE8, TABLE12, places >> 16);
@@ -117,7 +117,7 @@ DEVICE BlockCodes load_codes(const u8* block, int lane) {
   }
 #if CODING != INTEGERS
 #pragma unroll
-  for (int i = 0; i < 4; i++) table_values(lower[i], c.word[0][i], c.word[1][i]);
+  for (int i = 0; i < 4; i++) look_up(lower[i], c.word[0][i], c.word[1][i]);
 #else
   u32 upper[2] = {0, 0};
   if constexpr (UPPER == 2) {

@@ -133,7 +133,7 @@ DEVICE uint4 eight_of(const BlockCodes& codes, const u32* records, int tile, int
 #if LOOK_UP
 static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == BIT_PLANES) && !SPARSE && !INTERLEAVED && KDIM % 8 == 0, "rows of whole eights");
 // out[i] = the weight's row rows[i]: a CTA each, 8 neighbouring inputs a thread.
-extern "C" __global__ void __launch_bounds__(256) look_up(const u32* weights, const u32* records, const u64* rows, u16* out) {
+extern "C" __global__ void __launch_bounds__(256) look_up_rows(const u32* weights, const u32* records, const u64* rows, u16* out) {
   wait_for_inputs();  // and no early start of what follows: token.cu says why
   const int place = (int)rows[blockIdx.x], tile = place / 16, row = place % 16, g = row % 8;
   for (int column = threadIdx.x * 8; column < KDIM; column += 256 * 8) {
