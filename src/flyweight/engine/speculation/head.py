@@ -90,8 +90,7 @@ class HeadDrafter:
     def guesses_unread(self, works: Sequence[Work]) -> bool:
         """Its guesses lie on the device anyhow."""
         return all(
-            work.drafts
-            and len(self.guessed.get(work.request.number, ())) == len(work.drafts)
+            work.drafts and len(self.guessed.get(work.request.number, ())) == len(work.drafts)
             for work in works
         )
 

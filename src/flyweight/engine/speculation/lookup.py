@@ -82,6 +82,9 @@ class LookupFirst:
             self.release(request)
 
     def release(self, request: Request) -> None:
+        if request.number in self.given_up:
+            return
+        self.met.add(request.number)
         self.given_up.add(request.number)
         self.other.release(request)
         if self.trial is not None:

@@ -65,6 +65,8 @@ class Speculator:
     def propose(self, running: Sequence[Request]) -> dict[int, Sequence[int]]:
         """Guesses by request number; requests without any are left out."""
         if len(running) > self.lengths.most_sequences:
+            for request in running:
+                self.drafter.release(request)
             return {}
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
