@@ -22,8 +22,8 @@ A head begins as the model's last layer, its lm_head as the rows of the model's 
 as EAGLE-3 is ("training-time test"): guess j of place i sees the model's states up to i, and behind
 them its own. A student begins as so many layers of the model, evenly chosen.
 
-The last line is JSON: loss before and after, and the share of right guesses (first, second, …) in
-answers kept back.
+The last line is JSON: loss before and after, the share of right guesses (first, second, …) in
+answers kept back, and how many of them are right in a row.
 """
 
 from __future__ import annotations
@@ -600,6 +600,12 @@ def main() -> None:
         help="train a model of so many layers, not a head",
     )
     parser.add_argument(
+        "--then-student",
+        type=Path,
+        metavar="FOLDER",
+        help="behind the head a student of --student layers, taught by the same answers",
+    )
+    parser.add_argument(
         "--chat", action="store_true", help="ask about the texts, in the model's chat template"
     )
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
@@ -653,18 +659,15 @@ def main() -> None:
     common: dict[str, Any] = dict(
         steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate
     )
-    if options.student:
-        found = train_student(llm, answers, options.out, layers=options.student, **common)
-    else:
-        found = train_head(
-            llm,
-            answers,
-            options.out,
-            vocabulary=options.vocabulary,
-            unroll=options.unroll,
-            **common,
-        )
-    print(json.dumps({"model": options.model, "student_layers": options.student or None} | found))
+    student = options.then_student or (options.out if options.student else None)
+    if student != options.out:
+        head = dict(vocabulary=options.vocabulary, unroll=options.unroll)
+        found = train_head(llm, answers, options.out, **head, **common)
+        print(json.dumps({"model": options.model, "student_layers": None} | found), flush=True)
+    if student is not None:
+        student.mkdir(parents=True, exist_ok=True)
+        found = train_student(llm, answers, student, layers=options.student, **common)
+        print(json.dumps({"model": options.model, "student_layers": options.student} | found))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 What an answer quotes is copied better than it is guessed: a match of n-grams costs no step of a
 model or a head, is right more often, and gives more guesses at once. Between matches the other one
 guesses. A head follows every step whoever guessed in it, and a model catches up with what it has
-not seen, so neither has to be told. With a trial the other one guesses for as long as that pays, and
-what is left is n-grams as they are alone.
+not seen, so neither has to be told. With a trial the other one guesses for as long as that pays;
+what is left then is n-grams as they are alone.
 """
 
 from __future__ import annotations
