@@ -12,7 +12,9 @@ from flyweight.engine.scheduler import Work
 class Drafter(Protocol):
     """Guesses are free to be wrong: an answer never depends on them (verify.py)."""
 
-    guesses_ahead: bool  # whether it goes on from a token in flight (`Request.pending`)
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether it goes on from a token in flight (`Request.pending`)."""
 
     def warm_up(self) -> None:
         """Prepare what takes long ahead of the first request."""
