@@ -32,8 +32,8 @@ class Shelf:
     tokens: Tensor  # int64 [sequences, length]
     states: Tensor  # [sequences, length, places · width]; of no width where nobody reads them
     best: Tensor  # int64 [sequences, length]: what the model says next
-    likely: Tensor  # int64 [sequences, length, LIKELIEST]: places in the learned vocabulary
-    shares: Tensor  # [sequences, length, LIKELIEST]: their probabilities among it
+    likely: Tensor  # int64 [sequences, length, LIKELIEST]: tokens behind each place
+    shares: Tensor  # [sequences, length, LIKELIEST]: their probabilities
     spans: list[tuple[int, int]]  # of the answers
 
 
@@ -48,17 +48,17 @@ class Batch:
 
 
 @torch.inference_mode()
-def shelves_of(target: Decoder, answers: Answers, kept: Tensor | None) -> list[Shelf]:
-    """`kept`: ids of the tokens that are learned, in order; None: all."""
+def shelves_of(target: Decoder, answers: Answers) -> list[Shelf]:
+    """With the states that the model's steps leave (models/taps.py), if any."""
     of_length: dict[int, Answers] = {}
     for answered in answers:
         length = next((size for size in LENGTHS if size >= len(answered.tokens)), None)
         if length is not None:
             of_length.setdefault(length, []).append(answered)
-    return [_shelf(target, length, of_length[length], kept) for length in sorted(of_length)]
+    return [_shelf(target, length, of_length[length]) for length in sorted(of_length)]
 
 
-def _shelf(target: Decoder, length: int, answers: Answers, kept: Tensor | None) -> Shelf:
+def _shelf(target: Decoder, length: int, answers: Answers) -> Shelf:
     tokens = torch.zeros(len(answers), length, dtype=torch.int64)
     for row, answered in enumerate(answers):
         tokens[row, : len(answered.tokens)] = torch.tensor(answered.tokens)
@@ -67,9 +67,8 @@ def _shelf(target: Decoder, length: int, answers: Answers, kept: Tensor | None) 
     for some in tokens.split(max(1, AT_ONCE // length)):
         logits = target.forward_whole(some)
         best = logits.argmax(-1)
-        learned = logits if kept is None else logits[..., kept.to(target.device)]
-        likely = learned.topk(min(LIKELIEST, learned.shape[-1]), -1)
-        shares = (likely.values - learned.logsumexp(-1, keepdim=True)).exp()
+        likely = logits.topk(min(LIKELIEST, logits.shape[-1]), -1)
+        shares = (likely.values - logits.logsumexp(-1, keepdim=True)).exp()
         states = some.new_empty(*some.shape, 0, dtype=target.dtype)
         if target.taps is not None:
             states = target.taps.states.clone()
@@ -77,8 +76,8 @@ def _shelf(target: Decoder, length: int, answers: Answers, kept: Tensor | None) 
     states, best, ids, shares = (torch.cat(column) for column in zip(*parts, strict=True))
     spans = [(len(one.prompt), len(one.tokens)) for one in answers]
     # clones are tensors that training may keep
-    kept_parts = [part.clone() for part in (tokens, states, best, ids, shares)]
-    return Shelf(length, *kept_parts, spans)
+    lasting = [part.clone() for part in (tokens, states, best, ids, shares)]
+    return Shelf(length, *lasting, spans)
 
 
 def batches(

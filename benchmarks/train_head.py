@@ -33,7 +33,6 @@ import itertools
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,15 +56,25 @@ SAVED_EVERY = 15.0  # seconds of training
 READ_EVERY = 20  # steps: the host is not further ahead of the device
 
 
-def frequent(answers: Answers, count: int, vocabulary: int) -> Tensor:
-    """The most frequent tokens, in order of their ids; filled up with the first of the others."""
-    counted = Counter(token for answered in answers for token in answered.tokens)
-    chosen = [token for token, _ in counted.most_common(count)]
-    known = set(chosen)
-    chosen += itertools.islice(
-        (token for token in range(vocabulary) if token not in known), count - len(chosen)
-    )
-    return torch.tensor(sorted(chosen))
+@dataclass(frozen=True)
+class Lessons:
+    taught: list[Shelf]
+    kept_back: list[Shelf]
+
+
+def lessons_of(llm: LLM, answers: Answers) -> Lessons:
+    """What the model knows of each place of its answers, and the states that heads read."""
+    target = llm.decoder
+    tap(target, head_config(llm, 8))
+    taught = [one for i, one in enumerate(answers) if i % KEPT_BACK]
+    return Lessons(shelves_of(target, taught), shelves_of(target, answers[::KEPT_BACK]))
+
+
+def frequent(shelves: list[Shelf], count: int, vocabulary: int) -> Tensor:
+    """The most frequent tokens, in order of their ids; filled up with others."""
+    counts = sum(shelf.tokens.flatten().bincount(minlength=vocabulary) for shelf in shelves)
+    assert isinstance(counts, Tensor)
+    return counts.sort(descending=True, stable=True).indices[:count].sort().values.cpu()
 
 
 class Head(nn.Module):
@@ -233,8 +242,10 @@ class Missed:
     accepted: Tensor
 
 
-def missed(guesses: Iterator[Tensor], batch: Batch, kept: Tensor | None) -> Missed:
-    """Cross-entropy with the model's probabilities, later guesses counting less."""
+def missed(guesses: Iterator[Tensor], batch: Batch, place_of: Tensor | None = None) -> Missed:
+    """Cross-entropy with the model's probabilities, later guesses counting less. `place_of`: of
+    each token where a smaller vocabulary has it; −1: nowhere.
+    """
     shelf = batch.shelf
     total = batch.counts.new_zeros(())
     weights = batch.counts / batch.counts.sum().clamp(min=1)
@@ -244,13 +255,16 @@ def missed(guesses: Iterator[Tensor], batch: Batch, kept: Tensor | None) -> Miss
     likely, shares, best = (
         table[batch.rows].flatten(0, 1) for table in (shelf.likely, shelf.shares, shelf.best)
     )
+    if place_of is not None:
+        likely, best = place_of[likely], place_of[best]
+        shares = shares * (likely >= 0)
+        likely = likely.clamp(min=0)
     for guess, logits in enumerate(guesses):
         at = batch.places + 1 + guess
         scores = logits.float()
         known = scores.gather(-1, likely[at]) - scores.logsumexp(-1, keepdim=True)
         total = total - 0.8**guess * ((shares[at].float() * known).sum(-1) * weights).sum()
-        said = scores.argmax(-1)
-        hits = ((said if kept is None else kept[said]) == best[at]).float()
+        hits = (scores.argmax(-1) == best[at]).float()
         right.append((hits * weights).sum())
         in_a_row = in_a_row * hits
         accepted = accepted + (in_a_row * weights).sum()
@@ -264,6 +278,8 @@ class HeadLesson:
         self.head = head
         self.table = table  # embeddings of all tokens
         self.unroll = unroll
+        self.place_of = torch.full((len(table),), -1, device=table.device)
+        self.place_of[head.kept] = torch.arange(len(head.kept), device=table.device)
 
     def __call__(self, batch: Batch) -> Missed:
         shelf, unroll = batch.shelf, self.unroll
@@ -272,7 +288,7 @@ class HeadLesson:
         embedded = self.table[shelf.tokens[batch.rows][:, 1:]]
         places = batch.places // shelf.length * inner + batch.places % shelf.length
         guesses = self.head.guesses(states.float(), embedded.float(), unroll, places)
-        return missed(guesses, batch, self.head.kept)
+        return missed(guesses, batch, self.place_of)
 
 
 def head_config(llm: LLM, vocabulary: int) -> dict[str, Any]:
@@ -302,15 +318,9 @@ def table_of(target: Decoder) -> Tensor:
     return found.clone()
 
 
-def parted(answers: Answers) -> tuple[Answers, Answers]:
-    """What is trained on, and what is kept back."""
-    taught = [one for i, one in enumerate(answers) if i % KEPT_BACK]
-    return taught, answers[::KEPT_BACK]
-
-
 def train_head(
     llm: LLM,
-    answers: Answers,
+    lessons: Lessons,
     folder: Path,
     *,
     vocabulary: int,
@@ -324,16 +334,14 @@ def train_head(
     """Train, or go on training, into `folder`; returns losses and shares of right guesses on what
     was kept back.
     """
-    taught, kept_back = parted(answers)
     target = llm.decoder
-    kept = frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size)
-    tap(target, head_config(llm, len(kept)))
-    lessons, trial = (shelves_of(target, some, kept) for some in (taught, kept_back))
-    head = Head(llm, kept, usual_sizes(lessons))
+    known = target.config.vocab_size
+    kept = frequent(lessons.taught, min(vocabulary, known), known)
+    head = Head(llm, kept, usual_sizes(lessons.taught))
     return train(
         head,
         HeadLesson(head, table_of(target), unroll),
-        (lessons, trial),
+        lessons,
         folder,
         steps=steps,
         minutes=minutes,
@@ -414,7 +422,7 @@ class Trainer:
 def train(
     module: nn.Module,
     lesson: Callable[[Batch], Missed],
-    texts: tuple[list[Shelf], list[Shelf]],
+    lessons: Lessons,
     folder: Path,
     *,
     steps: int,
@@ -431,7 +439,6 @@ def train(
     of all lengths. `write`: the files that are run, written now and then, so that a run that is cut
     off leaves some.
     """
-    taught, kept_back = texts
     trainer = Trainer(module, lesson, captured=captured)
     optimizer = trainer.optimizer
     state, done = folder / "training.pt", 0
@@ -447,7 +454,7 @@ def train(
     def check() -> dict[str, Any]:
         found = []
         with torch.no_grad():
-            for one in itertools.islice(batches(kept_back, batch, unroll, device), 12):
+            for one in itertools.islice(batches(lessons.kept_back, batch, unroll, device), 12):
                 found.append(trainer.look(one))
         right = torch.stack([one.right for one in found]).mean(0)
         return {
@@ -466,7 +473,7 @@ def train(
     before = check()
     begin = saved_at = time.monotonic()
     first = done
-    for some in batches(taught, batch, unroll, device, done):
+    for some in batches(lessons.taught, batch, unroll, device, done):
         seconds = time.monotonic() - begin
         share = min(1 - done / steps, 1 - seconds / max(1e-9, 60 * minutes))
         if share <= 0:
@@ -487,7 +494,7 @@ def train(
     return {
         "steps": done,
         "steps_s": round((done - first) / max(1e-9, seconds), 1),
-        "tokens": sum(end - start for shelf in taught for start, end in shelf.spans),
+        "tokens": sum(end - start for shelf in lessons.taught for start, end in shelf.spans),
         **{f"{name}_before": value for name, value in before.items()},
         **check(),
     }
@@ -529,7 +536,7 @@ def stored_weight(weights: Any, name: str) -> Tensor:
 
 def train_student(
     llm: LLM,
-    answers: Answers,
+    lessons: Lessons,
     folder: Path,
     *,
     layers: int,
@@ -549,8 +556,8 @@ def train_student(
     def lesson(batch: Batch) -> Missed:
         logits = student(batch.shelf.tokens[batch.rows], use_cache=False).logits
         # behind a place is what a head guesses first there, and a student one token later
-        yield_at = batch.places + 1
-        return missed(iter([logits.flatten(0, 1)[yield_at]]), batch, None)
+        behind = batch.places + 1
+        return missed(iter([logits.flatten(0, 1)[behind]]), batch)
 
     def write() -> None:
         tensors = {name: value.to(target.dtype) for name, value in student.state_dict().items()}
@@ -561,12 +568,10 @@ def train_student(
         if llm.tokenizer is not None:
             llm.tokenizer.inner.save_pretrained(folder)
 
-    target.taps = None
-    taught, kept_back = (shelves_of(target, some, None) for some in parted(answers))
     return train(
         student,
         lesson,
-        (taught, kept_back),
+        lessons,
         folder,
         steps=steps,
         minutes=minutes,
@@ -609,6 +614,7 @@ def main() -> None:
         "--chat", action="store_true", help="ask about the texts, in the model's chat template"
     )
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--student-minutes", type=float, help="of a student's; default: --minutes")
     parser.add_argument("--answer-minutes", type=float, default=2.0, help="of answering, at most")
     parser.add_argument("--answers", type=Path, help="answers.json of another run with this model")
     parser.add_argument("--steps", type=int, default=20_000)
@@ -659,14 +665,16 @@ def main() -> None:
     common: dict[str, Any] = dict(
         steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate
     )
+    lessons = lessons_of(llm, answers)
     student = options.then_student or (options.out if options.student else None)
     if student != options.out:
         head = dict(vocabulary=options.vocabulary, unroll=options.unroll)
-        found = train_head(llm, answers, options.out, **head, **common)
+        found = train_head(llm, lessons, options.out, **head, **common)
         print(json.dumps({"model": options.model, "student_layers": None} | found), flush=True)
     if student is not None:
         student.mkdir(parents=True, exist_ok=True)
-        found = train_student(llm, answers, student, layers=options.student, **common)
+        common["minutes"] = options.student_minutes or options.minutes
+        found = train_student(llm, lessons, student, layers=options.student, **common)
         print(json.dumps({"model": options.model, "student_layers": options.student} | found))
 
 
