@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from drafter_answers import questions_of
 
+from flyweight.bench.environment import commit
 from flyweight.engine.llm import LLM, Prompt
 from flyweight.engine.request import Output
 from flyweight.engine.runner import Flight
@@ -264,9 +265,10 @@ def memory_rows(options: argparse.Namespace) -> None:
             name, held, weights = pool.apply(memory_of, (options.model, drafter))
         without = without or held
         row = {
-            "model": options.model,
-            "device": name,
             "what": "memory",
+            "tree": commit(),
+            "model": Path(options.model).name,
+            "device": name,
             "drafter": drafter,
             "held_mb": round(held / 1e6, 1),
             "more_mb": round((held - without) / 1e6, 1),
@@ -322,7 +324,9 @@ def main() -> None:
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
             row = {
-                "model": options.model,
+                "what": "real prompts",
+                "tree": commit(),
+                "model": Path(options.model).name,
                 "device": name,
                 "executor": llm.executor,
                 "prompts": kind,

@@ -44,6 +44,7 @@ from lessons import LENGTHS, Batch, Shelf, batches, shelves_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flyweight.bench.environment import commit
 from flyweight.engine.llm import LLM
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads import eagle3
@@ -666,16 +667,17 @@ def main() -> None:
         steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate
     )
     lessons = lessons_of(llm, answers)
+    facts = {"what": "training", "tree": commit(), "model": Path(options.model).name}
     student = options.then_student or (options.out if options.student else None)
     if student != options.out:
         head = dict(vocabulary=options.vocabulary, unroll=options.unroll)
         found = train_head(llm, lessons, options.out, **head, **common)
-        print(json.dumps({"model": options.model, "student_layers": None} | found), flush=True)
+        print(json.dumps(facts | {"student_layers": None} | found), flush=True)
     if student is not None:
         student.mkdir(parents=True, exist_ok=True)
         common["minutes"] = options.student_minutes or options.minutes
         found = train_student(llm, lessons, student, layers=options.student, **common)
-        print(json.dumps({"model": options.model, "student_layers": options.student} | found))
+        print(json.dumps(facts | {"student_layers": options.student} | found))
 
 
 if __name__ == "__main__":
