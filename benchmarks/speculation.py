@@ -10,13 +10,16 @@ Kinds of prompts:
 
     quoting   a passage of --text, to be repeated word for word
     code      a piece of each file of --code, to be written again with one name changed
-    chat      the first turns of --chat (JSON lines with `turns`)
+    chat      the first turn of each tenth question of --chat (JSON lines with `turns`): those that
+              train_head.py never trains on
     plain     the beginning of a passage of --text, to be continued: nothing to copy
 
 A row for each kind and drafter: tokens a second after the first token (median over prompts; `each`:
 of every prompt), the ratio to no speculation in the same run, tokens a step, the share of right
 guesses, where the time of steps with guesses goes (`host_us`, `step_us`, medians), and how many
-answers are the same token by token. Greedy.
+answers are the same token by token. Greedy. Of each other answer `parted` says where it begins to
+differ, how far apart the model's two best logits are there (in a pass over the text up to there),
+and whether the two answers go on with these two.
 
 With `--memory` there is a row for each drafter instead, of the memory that it takes on a GPU: all
 of it, its weights, and what is beside them. Every engine runs in a process of its own.
@@ -37,7 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafter_answers import questions_of
 
+from flyweight.bench.environment import commit
 from flyweight.engine.llm import LLM
 from flyweight.engine.prompts import Prompt
 from flyweight.engine.request import Output
@@ -50,6 +55,7 @@ from flyweight.models.decoder import Decoder
 
 PASSAGE, PIECE = 900, 1400  # characters
 CONTEXT = 2048  # tokens
+WARM = 2  # prompts of each kind that run before any is measured
 
 
 def passages(files: list[str], length: int, count: int) -> list[str]:
@@ -90,10 +96,8 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
     if options.code:
         found["code"] = [ask(renamed(piece)) for piece in passages(options.code, PIECE, count)]
     if options.chat:
-        lines = [json.loads(line) for line in Path(options.chat).read_text().splitlines() if line]
-        found["chat"] = [
-            ask(line["turns"][0]) for line in lines[:: max(1, len(lines) // count)][:count]
-        ]
+        turns = questions_of(options.chat, evaluated=True)
+        found["chat"] = [ask(turn) for turn in turns[:count]]
     return {
         kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only
     }
@@ -164,17 +168,13 @@ def speed(output: Output) -> float:
 def measure(
     llm: LLM, prompts: list[Prompt], tokens: int, clock: StepClock
 ) -> tuple[list[float], dict[str, Any], list[list[int]]]:
-    """Tokens a second of each answer. The second of two rounds: the first captures and
-    compiles.
-    """
+    """Tokens a second of each answer, once a few have captured and compiled what they need."""
     outputs: list[Output] = []
-    for _ in range(2):
+    for some in (prompts[:WARM], prompts):
         clock.figures()
         if llm.engine.speculator is not None:
             llm.engine.speculator.restart()
-        outputs = [
-            llm.generate([prompt], max_tokens=tokens, temperature=0)[0] for prompt in prompts
-        ]
+        outputs = [llm.generate([prompt], max_tokens=tokens, temperature=0)[0] for prompt in some]
     answers = [output.completions[0].token_ids for output in outputs]
     steps = sum(len(output.completions[0].timing.chunks) for output in outputs)
     more: dict[str, Any] = {"tokens_per_step": round(sum(map(len, answers)) / max(1, steps), 3)}
@@ -183,6 +183,27 @@ def measure(
         # a CPU's launch is the step itself
         more |= clock.figures() if llm.device.type == "cuda" else {}
     return [round(speed(output), 1) for output in outputs], more, answers
+
+
+def parted(
+    llm: LLM, prompts: list[Prompt], answers: list[list[int]], others: list[list[int]]
+) -> list[dict[str, Any]]:
+    """Where answers that should be alike begin to differ, and how sure the model is there."""
+    found: list[dict[str, Any]] = []
+    for prompt, answer, other in zip(prompts, answers, others, strict=True):
+        pairs = enumerate(itertools.zip_longest(answer, other))
+        at = next((i for i, (one, two) in pairs if one != two), None)
+        if at is None:
+            continue
+        text = [*llm.prepare(prompt).tokens, *other[:at]]
+        output = llm.generate([text], max_tokens=1, temperature=0, logprobs=2)[0]
+        logprobs = output.completions[0].logprobs
+        assert logprobs is not None
+        best = logprobs[0].top
+        first, second = sorted(best.values(), reverse=True)[:2]
+        both = {*answer[at : at + 1], *other[at : at + 1]}
+        found.append({"at": at, "gap": round(first - second, 4), "between_best": both <= set(best)})
+    return found
 
 
 def held_bytes() -> int:
@@ -230,24 +251,25 @@ def follow(llm: LLM, way: str | None) -> None:
         vars(speculator)["follows"] = lambda works: way == "always"
 
 
-def memory_of(model: str, drafter: str, prompt: Prompt) -> tuple[str, int, int]:
+def memory_of(model: str, drafter: str) -> tuple[str, int, int]:
     """The device, what an engine holds once every step is captured, and the drafter's weights."""
     llm = open_engine(model, drafter, "cuda")
     llm.warm_up()
-    llm.generate([prompt], max_tokens=32, temperature=0)
+    llm.generate([list(range(10, 200)) * 2], max_tokens=32, temperature=0, ignore_eos=True)
     return torch.cuda.get_device_name(0), held_bytes(), drafter_bytes(llm)
 
 
-def memory_rows(options: argparse.Namespace, prompt: Prompt) -> None:
+def memory_rows(options: argparse.Namespace) -> None:
     without = 0
     for drafter in ["off", *options.speculate]:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            name, held, weights = pool.apply(memory_of, (options.model, drafter, prompt))
+            name, held, weights = pool.apply(memory_of, (options.model, drafter))
         without = without or held
         row = {
-            "model": options.model,
-            "device": name,
             "what": "memory",
+            "tree": commit(),
+            "model": Path(options.model).name,
+            "device": name,
             "drafter": drafter,
             "held_mb": round(held / 1e6, 1),
             "more_mb": round((held - without) / 1e6, 1),
@@ -285,11 +307,11 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--memory", action="store_true", help="rows of memory, not of speed")
     options = parser.parse_args()
+    if options.memory:
+        memory_rows(options)
+        return
     kinds = prompts_of(options)
     plain: dict[str, tuple[float, list[list[int]]]] = {}
-    if options.memory:
-        memory_rows(options, next(iter(kinds.values()))[0])
-        return
     for drafter in ["off", *options.speculate]:
         begin = time.monotonic()
         llm = open_engine(options.model, drafter, options.device)
@@ -303,7 +325,9 @@ def main() -> None:
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
             row = {
-                "model": options.model,
+                "what": "real prompts",
+                "tree": commit(),
+                "model": Path(options.model).name,
                 "device": name,
                 "executor": llm.executor,
                 "prompts": kind,
@@ -313,6 +337,7 @@ def main() -> None:
                 "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)),
                 "of": len(answers),
                 "each": each,
+                "parted": parted(llm, prompts, answers, same),
             }
             if way is not None:
                 row["follow"] = way

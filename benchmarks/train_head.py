@@ -22,8 +22,8 @@ A head begins as the model's last layer, its lm_head as the rows of the model's 
 as EAGLE-3 is ("training-time test"): guess j of place i sees the model's states up to i, and behind
 them its own. A student begins as so many layers of the model, evenly chosen.
 
-The last line is JSON: loss before and after, and the share of right guesses (first, second, …) in
-answers kept back.
+The last line is JSON: loss before and after, the share of right guesses (first, second, …) in
+answers kept back, and how many of them are right in a row.
 """
 
 from __future__ import annotations
@@ -31,146 +31,51 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
-import re
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from drafter_answers import Answered, Answers, all_prompts, answers_within
+from lessons import LENGTHS, Batch, Shelf, batches, shelves_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flyweight.bench.environment import commit
 from flyweight.engine.llm import LLM
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads import eagle3
 from flyweight.models.taps import Taps
 
 KEPT_BACK = 16  # a sequence in so many is never trained on
-CONTEXT = 1024  # tokens of a prompt and its answer, at most
-SEQUENCES = 64  # answers at once
-SLICE = 512  # prompts that are answered together
+CONTEXT = LENGTHS[-1]  # tokens of a prompt and its answer, at most
+SEQUENCES = 256  # answers at once
 SAVED_EVERY = 15.0  # seconds of training
-Sequences = list[list[int]]
+READ_EVERY = 20  # steps: the host is not further ahead of the device
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What is learned from: the places of `answer`, behind those of `prompt`."""
-
-    prompt: list[int]
-    answer: list[int]
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.answer
+class Lessons:
+    taught: list[Shelf]
+    kept_back: list[Shelf]
 
 
-Answers = list[Answered]
-Places = tuple[Tensor, Tensor]  # rows and columns of a batch
+def lessons_of(llm: LLM, answers: Answers) -> Lessons:
+    """What the model knows of each place of its answers, and the states that heads read."""
+    target = llm.decoder
+    tap(target, head_config(llm, 8))
+    taught = [one for i, one in enumerate(answers) if i % KEPT_BACK]
+    return Lessons(shelves_of(target, taught), shelves_of(target, answers[::KEPT_BACK]))
 
 
-REQUESTS = {  # what is asked about a piece of text with --chat, by how often
-    "Repeat the following text word for word:\n\n{piece}": 2,
-    "Sum up this text in a few sentences:\n\n{piece}": 1,
-    "Explain the following to a beginner.\n\n{piece}": 1,
-    "{piece}\n\nWhat is the most important point here, and why?": 1,
-    "Write a short story that begins like this: {piece}": 1,
-    "Give me five questions about the following, with answers.\n\n{piece}": 1,
-    "Write an email to a friend about this: {piece}": 1,
-}
-CODE_REQUESTS = {
-    "Rewrite this code with `{name}` renamed to `{name}_new`, and change nothing else.\n\n"
-    "```python\n{piece}\n```": 3,
-    "Explain what this code does.\n\n```python\n{piece}\n```": 1,
-    "Write a test for this function.\n\n```python\n{piece}\n```": 1,
-    "Add comments to this code.\n\n```python\n{piece}\n```": 2,
-}
-NAME = re.compile(r"\b[a-z_]{5,}\b")
-
-
-def answers_of(
-    llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7, whole: bool = True
-) -> Answers:
-    """Each prompt with what the model says next; not `whole`: up to where its answer ends. Nobody
-    reads it as text.
-    """
-    llm.engine.decode = None
-    outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=whole)
-    return [
-        Answered(prompt, output.completions[0].token_ids)
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-
-
-def answers_within(
-    llm: LLM, prompts: Sequences, tokens: int, *, whole: bool, seconds: float
-) -> Answers:
-    """Answers to as many of the prompts as there is time for, by turns the likeliest ones and
-    sampled ones: both are asked for later.
-    """
-    end = time.monotonic() + seconds
-    found: Answers = []
-    for i, begin in enumerate(range(0, len(prompts), SLICE)):
-        if found and time.monotonic() >= end:
-            break
-        part = prompts[begin : begin + SLICE]
-        temperature = 0.7 if i % 2 else 0.0
-        found += answers_of(llm, part, tokens, temperature=temperature, whole=whole)
-    return found
-
-
-def prompts_of(
-    llm: LLM, files: Sequence[str], length: int, most: int, *, chat: bool = False
-) -> Sequences:
-    """Texts cut into pieces of `length` tokens, as many of each file as it has, up to `most` in
-    all, in an order that does not depend on the files'.
-    """
-    assert llm.tokenizer is not None
-    pieces: list[tuple[bool, list[int]]] = []
-    for file in files:
-        tokens = llm.tokenizer.encode(Path(file).read_text(encoding="utf-8", errors="replace"))
-        code = file.endswith(".py")
-        pieces += [(code, tokens[i : i + length]) for i in range(0, len(tokens) - length, length)]
-    if not pieces:
-        raise SystemExit(
-            f"the texts have no piece of {length} tokens: give longer ones, or --prompt"
-        )
-    chance = random.Random(0)
-    chance.shuffle(pieces)
-    if not chat:
-        return [piece for _, piece in pieces[:most]]
-    # something else can be asked about the same piece
-    asked = itertools.islice(itertools.cycle(pieces), most)
-    return [llm.prepare(question(llm, piece, code, chance)).tokens for code, piece in asked]
-
-
-def question(llm: LLM, piece: list[int], code: bool, chance: random.Random) -> Any:
-    """A message that asks something about a piece of text, of which a random part is taken."""
-    assert llm.tokenizer is not None
-    requests = CODE_REQUESTS if code else REQUESTS
-    (request,) = chance.choices(list(requests), list(requests.values()))
-    short = request.startswith("Write ") and not code
-    begin = chance.randrange(len(piece) // 2)
-    text = llm.tokenizer.decode(piece[begin : begin + 12] if short else piece[begin:]).strip()
-    names = NAME.findall(text) or ["value"]
-    content = request.format(piece=text, name=max(set(names), key=names.count))
-    return [{"role": "user", "content": content}]
-
-
-def frequent(answers: Answers, count: int, vocabulary: int) -> Tensor:
-    """The most frequent tokens, in order of their ids; filled up with the first of the others."""
-    counted = Counter(token for answered in answers for token in answered.tokens)
-    chosen = [token for token, _ in counted.most_common(count)]
-    known = set(chosen)
-    chosen += itertools.islice(
-        (token for token in range(vocabulary) if token not in known), count - len(chosen)
-    )
-    return torch.tensor(sorted(chosen))
+def frequent(shelves: list[Shelf], count: int, vocabulary: int) -> Tensor:
+    """The most frequent tokens, in order of their ids; filled up with others."""
+    counts = sum(shelf.tokens.flatten().bincount(minlength=vocabulary) for shelf in shelves)
+    assert isinstance(counts, Tensor)
+    return counts.sort(descending=True, stable=True).indices[:count].sort().values.cpu()
 
 
 class Head(nn.Module):
@@ -259,17 +164,18 @@ class Head(nn.Module):
         return hidden + self.linear(gated, "midlayer.mlp.down_proj")
 
     def guesses(
-        self, states: Tensor, embedded: Tensor, count: int, places: Places
+        self, states: Tensor, embedded: Tensor, count: int, places: Tensor
     ) -> Iterator[Tensor]:
         """Logits [places, vocabulary of the head] of the first, second, … guess behind the chosen
-        `places`. `states` [batch, tokens, …] of the model; `embedded` has `count`
-        tokens more, the first behind the first place.
+        `places` of all, counted through. `states` [batch, tokens, …] of the model; `embedded` has
+        `count` tokens more, the first behind the first place.
         """
         hidden, tokens = self.linear(states / self.sizes, "fc"), states.shape[1]
         seen: list[tuple[Tensor, Tensor]] = []
         for guess in range(count):
             hidden = self.step(embedded[:, guess : guess + tokens], hidden, seen)
-            yield self.linear(self.norm(hidden[places], "norm"), "lm_head")
+            chosen = hidden.flatten(0, 1).index_select(0, places)
+            yield self.linear(self.norm(chosen, "norm"), "lm_head")
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         tensors = {name.replace("/", "."): value.detach() for name, value in self.weights.items()}
@@ -326,84 +232,64 @@ def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) ->
     return {name: value.clone() for name, value in found.items()}
 
 
-class Lesson:
-    """What the model knows of a few sequences: states, embeddings, and its own probabilities of the
-    head's tokens.
-    """
-
-    def __init__(self, target: Decoder, head: Head, batch: Taught, unroll: int):
-        length = batch.tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
-        places = batch.counted(length, unroll)
-        with torch.inference_mode():
-            logits = target.forward_whole(batch.tokens)
-            assert target.taps is not None
-            states = target.taps.states
-            embedded = target.embedding(batch.tokens)
-            best: list[Tensor] = []
-            wanted: list[Tensor] = []
-            for i in range(unroll):  # one at a time: a vocabulary for each place is large
-                behind = logits[places[0], places[1] + (1 + i)]
-                best.append(behind.argmax(-1))
-                wanted.append(behind[:, head.kept])
-        # clones are tensors that training may keep
-        self.places = places
-        self.best = [found.clone() for found in best]
-        self.wanted = [found.clone() for found in wanted]
-        self.states = states[:, :length].clone().float()
-        self.embedded = embedded[:, 1:].clone().float()
-        self.kept = head.kept
-
-    def loss(self, head: Head, unroll: int) -> tuple[Tensor, list[Tensor]]:
-        """Cross-entropy with the model's probabilities, later guesses counting less; and the share
-        of right guesses.
-        """
-        total = self.states.new_zeros(())
-        right: list[Tensor] = []
-        guesses = head.guesses(self.states, self.embedded, unroll, self.places)
-        for guess, logits in enumerate(guesses):
-            shares = self.wanted[guess].float().softmax(-1)
-            missed = -(shares * logits.log_softmax(-1)).sum(-1)
-            total = total + 0.8**guess * missed.mean()
-            found = self.kept[logits.argmax(-1)] == self.best[guess]
-            right.append(found.float().mean())
-        return total, right
-
-
 @dataclass(frozen=True)
-class Taught:
-    """A few sequences, filled up with zeros behind their ends."""
-
-    tokens: Tensor  # [batch, longest]
-    lengths: Tensor  # [batch], on the host
-    prompts: Tensor  # [batch], on the host: how long
-
-    def counted(self, length: int, behind: int) -> Places:
-        """The first `length` places that have so many tokens behind them and one more, all of them
-        of the answer. Found on the host: the device need not be waited for.
-        """
-        places = torch.arange(length)[None]
-        within = places + 1 + behind < self.lengths[:, None]
-        found = within & (places + 1 >= self.prompts[:, None])
-        rows, columns = found.nonzero(as_tuple=True)
-        return rows.to(self.tokens.device), columns.to(self.tokens.device)
-
-
-def batches(answers: Answers, size: int, device: torch.device, first: int = 0) -> Iterator[Taught]:
-    """Forever, sequences of about one length together, in an order of its own for each round, from
-    batch number `first` on.
+class Missed:
+    """What a drafter does not know yet: the loss, the share of right guesses (first, second, …),
+    and how many are right in a row.
     """
-    ordered = sorted(answers, key=lambda answered: len(answered.tokens))
-    groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-    for number in itertools.count(first):
-        order = list(range(len(groups)))
-        random.Random(number // len(groups)).shuffle(order)
-        group = groups[order[number % len(groups)]]
-        lengths = torch.tensor([len(answered.tokens) for answered in group])
-        tokens = torch.zeros(len(group), int(lengths.max()), dtype=torch.int64)
-        for row, answered in enumerate(group):
-            tokens[row, : lengths[row]] = torch.tensor(answered.tokens)
-        prompts = torch.tensor([len(answered.prompt) for answered in group])
-        yield Taught(tokens.to(device), lengths, prompts)
+
+    loss: Tensor
+    right: Tensor  # [guesses]
+    accepted: Tensor
+
+
+def missed(guesses: Iterator[Tensor], batch: Batch, place_of: Tensor | None = None) -> Missed:
+    """Cross-entropy with the model's probabilities, later guesses counting less. `place_of`: of
+    each token where a smaller vocabulary has it; −1: nowhere.
+    """
+    shelf = batch.shelf
+    total = batch.counts.new_zeros(())
+    weights = batch.counts / batch.counts.sum().clamp(min=1)
+    right: list[Tensor] = []
+    in_a_row = batch.counts
+    accepted = total
+    likely, shares, best = (
+        table[batch.rows].flatten(0, 1) for table in (shelf.likely, shelf.shares, shelf.best)
+    )
+    if place_of is not None:
+        likely, best = place_of[likely], place_of[best]
+        shares = shares * (likely >= 0)
+        likely = likely.clamp(min=0)
+    for guess, logits in enumerate(guesses):
+        at = batch.places + 1 + guess
+        scores = logits.float()
+        known = scores.gather(-1, likely[at]) - scores.logsumexp(-1, keepdim=True)
+        total = total - 0.8**guess * ((shares[at].float() * known).sum(-1) * weights).sum()
+        hits = (scores.argmax(-1) == best[at]).float()
+        right.append((hits * weights).sum())
+        in_a_row = in_a_row * hits
+        accepted = accepted + (in_a_row * weights).sum()
+    return Missed(total, torch.stack(right), accepted)
+
+
+class HeadLesson:
+    """What a head misses of a batch."""
+
+    def __init__(self, head: Head, table: Tensor, unroll: int):
+        self.head = head
+        self.table = table  # embeddings of all tokens
+        self.unroll = unroll
+        self.place_of = torch.full((len(table),), -1, device=table.device)
+        self.place_of[head.kept] = torch.arange(len(head.kept), device=table.device)
+
+    def __call__(self, batch: Batch) -> Missed:
+        shelf, unroll = batch.shelf, self.unroll
+        inner = shelf.length - unroll  # places that all guesses can be made behind
+        states = shelf.states[batch.rows][:, :inner]
+        embedded = self.table[shelf.tokens[batch.rows][:, 1:]]
+        places = batch.places // shelf.length * inner + batch.places % shelf.length
+        guesses = self.head.guesses(states.float(), embedded.float(), unroll, places)
+        return missed(guesses, batch, self.place_of)
 
 
 def head_config(llm: LLM, vocabulary: int) -> dict[str, Any]:
@@ -418,25 +304,30 @@ def tap(target: Decoder, config: dict[str, Any]) -> None:
     )
 
 
-def usual_sizes(target: Decoder, batch: Taught) -> Tensor:
+def usual_sizes(shelves: list[Shelf]) -> Tensor:
     """Of each of the hidden values that a head reads: its median over tokens."""
+    begin, end = shelves[-1].spans[0]
+    found = shelves[-1].states[0, begin:end].float().abs().median(0).values
+    return found.clamp(min=1e-3)
+
+
+def table_of(target: Decoder) -> Tensor:
+    """Embeddings of all tokens."""
+    tokens = torch.arange(target.config.vocab_size, device=target.device)
     with torch.inference_mode():
-        target.forward_whole(batch.tokens)
-        assert target.taps is not None
-        places = batch.counted(batch.tokens.shape[1], 0)
-        found = target.taps.states[places].float().abs().median(0).values
-    return found.clamp(min=1e-3).clone()
+        found = torch.cat([target.embedding(some) for some in tokens.split(8192)])
+    return found.clone()
 
 
 def train_head(
     llm: LLM,
-    answers: Answers,
+    lessons: Lessons,
     folder: Path,
     *,
     vocabulary: int,
     steps: int,
     minutes: float = 1e9,
-    batch: int = 8,
+    batch: int = 8192,
     unroll: int = 3,
     rate: float = 1e-3,
     say: Callable[[str], None] = print,
@@ -444,72 +335,134 @@ def train_head(
     """Train, or go on training, into `folder`; returns losses and shares of right guesses on what
     was kept back.
     """
-    kept_back, taught = (
-        answers[::KEPT_BACK],
-        [one for i, one in enumerate(answers) if i % KEPT_BACK],
-    )
     target = llm.decoder
-    kept = frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size)
-    tap(target, head_config(llm, len(kept)))
-    head = Head(llm, kept, usual_sizes(target, next(batches(taught, batch, target.device))))
-
-    def loss_of(batch: Taught) -> tuple[Tensor, list[Tensor]]:
-        return Lesson(target, head, batch, unroll).loss(head, unroll)
-
-    found = train(
+    known = target.config.vocab_size
+    kept = frequent(lessons.taught, min(vocabulary, known), known)
+    head = Head(llm, kept, usual_sizes(lessons.taught))
+    return train(
         head,
-        loss_of,
-        (taught, kept_back),
+        HeadLesson(head, table_of(target), unroll),
+        lessons,
         folder,
         steps=steps,
         minutes=minutes,
         batch=batch,
+        unroll=unroll,
         rate=rate,
         device=target.device,
         say=say,
         write=lambda: head.save(folder, target.dtype),
     )
-    return found
+
+
+class Trainer:
+    """Steps of AdamW. On a GPU those of each shelf are captured, optimizer and all: they are many
+    short kernels.
+    """
+
+    def __init__(self, module: nn.Module, lesson: Callable[[Batch], Missed], *, captured: bool):
+        self.module = module
+        self.lesson = lesson
+        self.device = next(module.parameters()).device
+        self.captured = captured and self.device.type == "cuda"
+        on = self.device.type == "cuda"
+        self.rate = torch.zeros((), device=self.device)
+        self.optimizer = torch.optim.AdamW(
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            lr=self.rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            capturable=on,
+            foreach=on,
+        )
+        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Batch, Missed]] = {}
+
+    def look(self, batch: Batch) -> Missed:
+        on = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on, cache_enabled=False):
+            return self.lesson(batch)
+
+    def _step(self, batch: Batch) -> Missed:
+        found = self.look(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        found.loss.backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        return found
+
+    def step(self, batch: Batch, rate: float) -> Missed:
+        self.rate.fill_(rate)
+        if not self.captured:
+            return self._step(batch)
+        key = (batch.shelf.length, len(batch.rows))
+        if key not in self.graphs:
+            return self._capture(key, batch)
+        graph, place, found = self.graphs[key]
+        for name in ("rows", "places", "counts"):
+            getattr(place, name).copy_(getattr(batch, name))
+        graph.replay()
+        return found
+
+    def _capture(self, key: tuple[int, int], batch: Batch) -> Missed:
+        """A step as usual, beside the main stream as captures want it; then it is captured."""
+        place = Batch(batch.shelf, batch.rows, batch.places, batch.counts)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            first = self._step(place)
+        torch.cuda.current_stream().wait_stream(side)
+        self.optimizer.zero_grad(set_to_none=True)
+        pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            found = self._step(place)
+        self.graphs[key] = (graph, place, found)
+        return first
 
 
 def train(
     module: nn.Module,
-    loss_of: Callable[[Taught], tuple[Tensor, list[Tensor]]],
-    texts: tuple[Answers, Answers],
+    lesson: Callable[[Batch], Missed],
+    lessons: Lessons,
     folder: Path,
     *,
     steps: int,
     minutes: float,
     batch: int,
+    unroll: int,
     rate: float,
     device: torch.device,
     say: Callable[[str], None],
     write: Callable[[], None],
+    captured: bool = True,
 ) -> dict[str, Any]:
     """Until `steps` are done or `minutes` are over. What is kept back is looked at in a few batches
     of all lengths. `write`: the files that are run, written now and then, so that a run that is cut
     off leaves some.
     """
-    taught, kept_back = texts
-    optimizer = torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    trainer = Trainer(module, lesson, captured=captured)
+    optimizer = trainer.optimizer
     state, done = folder / "training.pt", 0
     if state.exists():
         saved = torch.load(state, map_location=device, weights_only=True)
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
+        for group in optimizer.param_groups:
+            group["lr"] = trainer.rate
         done = saved["step"]
         say(f"goes on at step {done}")
-    end = time.monotonic() + 60 * minutes
 
-    def check() -> tuple[float, list[float]]:
-        losses, shares = [], []
+    def check() -> dict[str, Any]:
+        found = []
         with torch.no_grad():
-            for one in itertools.islice(batches(kept_back, min(len(kept_back), batch), device), 6):
-                loss, right = loss_of(one)
-                losses.append(loss.item())
-                shares.append([share.item() for share in right])
-        means = [round(statistics.mean(column), 4) for column in zip(*shares, strict=True)]
-        return round(statistics.mean(losses), 4), means
+            for one in itertools.islice(batches(lessons.kept_back, batch, unroll, device), 12):
+                found.append(trainer.look(one))
+        right = torch.stack([one.right for one in found]).mean(0)
+        return {
+            "loss": round(statistics.mean(one.loss.item() for one in found), 4),
+            "right": [round(share, 4) for share in right.tolist()],
+            "accepted": round(statistics.mean(one.accepted.item() for one in found), 4),
+        }
 
     def save() -> None:
         torch.save(
@@ -520,33 +473,31 @@ def train(
 
     before = check()
     begin = saved_at = time.monotonic()
-    for lesson in batches(taught, batch, device, done):
-        past, left = (time.monotonic() - begin) / max(1e-9, 60 * minutes), 1 - done / steps
-        share = min(left, 1 - past)
-        if share <= 0 or time.monotonic() >= end:
+    first = done
+    for some in batches(lessons.taught, batch, unroll, device, done):
+        seconds = time.monotonic() - begin
+        share = min(1 - done / steps, 1 - seconds / max(1e-9, 60 * minutes))
+        if share <= 0:
             break
-        for group in optimizer.param_groups:  # up for 50 steps, then down to a tenth
-            group["lr"] = rate * min(1.0, (done + 1) / 50) * (0.1 + 0.9 * share)
-        loss, right = loss_of(lesson)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
+        # up for 50 steps, then down to a tenth
+        found = trainer.step(some, rate * min(1.0, (done + 1) / 50) * (0.1 + 0.9 * share))
         done += 1
-        if done % 200 == 0:
-            shares = [round(share.item(), 3) for share in right]
-            say(f"step {done}: loss {loss.item():.3f}, right {shares}")
+        if done % READ_EVERY == 0:
+            loss = found.loss.item()
+            if done % (10 * READ_EVERY) == 0:
+                shares = [round(value, 3) for value in found.right.tolist()]
+                say(f"step {done}, {seconds:.1f} s: loss {loss:.3f}, right {shares}")
         if time.monotonic() - saved_at > SAVED_EVERY:
             save()
             saved_at = time.monotonic()
+    seconds = time.monotonic() - begin
     save()
-    after = check()
     return {
         "steps": done,
-        "loss_before": before[0],
-        "right_before": before[1],
-        "loss": after[0],
-        "right": after[1],
+        "steps_s": round((done - first) / max(1e-9, seconds), 1),
+        "tokens": sum(end - start for shelf in lessons.taught for start, end in shelf.spans),
+        **{f"{name}_before": value for name, value in before.items()},
+        **check(),
     }
 
 
@@ -586,7 +537,7 @@ def stored_weight(weights: Any, name: str) -> Tensor:
 
 def train_student(
     llm: LLM,
-    answers: Answers,
+    lessons: Lessons,
     folder: Path,
     *,
     layers: int,
@@ -603,19 +554,11 @@ def train_student(
     for parameter in student.get_input_embeddings().parameters():
         parameter.requires_grad_(False)  # and with it a tied head
 
-    def loss_of(batch: Taught) -> tuple[Tensor, list[Tensor]]:
-        places = batch.counted(batch.tokens.shape[1], 0)
-        with torch.inference_mode():
-            wanted = target.forward_whole(batch.tokens)[places]
-        wanted = wanted.clone().float()
-        with torch.autocast(
-            target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"
-        ):
-            logits = student(batch.tokens, use_cache=False).logits
-        logits = logits[places].float()
-        missed = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-        found = logits.argmax(-1) == wanted.argmax(-1)
-        return missed.mean(), [found.float().mean()]
+    def lesson(batch: Batch) -> Missed:
+        logits = student(batch.shelf.tokens[batch.rows], use_cache=False).logits
+        # behind a place is what a head guesses first there, and a student one token later
+        behind = batch.places + 1
+        return missed(iter([logits.flatten(0, 1)[behind]]), batch)
 
     def write() -> None:
         tensors = {name: value.to(target.dtype) for name, value in student.state_dict().items()}
@@ -626,22 +569,20 @@ def train_student(
         if llm.tokenizer is not None:
             llm.tokenizer.inner.save_pretrained(folder)
 
-    kept_back, taught = (
-        answers[::KEPT_BACK],
-        [one for i, one in enumerate(answers) if i % KEPT_BACK],
-    )
     return train(
         student,
-        loss_of,
-        (taught, kept_back),
+        lesson,
+        lessons,
         folder,
         steps=steps,
         minutes=minutes,
         batch=batch,
+        unroll=1,
         rate=rate,
         device=target.device,
         say=print,
         write=write,
+        captured=False,
     )
 
 
@@ -665,18 +606,33 @@ def main() -> None:
         help="train a model of so many layers, not a head",
     )
     parser.add_argument(
+        "--then-student",
+        type=Path,
+        metavar="FOLDER",
+        help="behind the head a student of --student layers, taught by the same answers",
+    )
+    parser.add_argument(
         "--chat", action="store_true", help="ask about the texts, in the model's chat template"
     )
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--student-minutes", type=float, help="of a student's; default: --minutes")
     parser.add_argument("--answer-minutes", type=float, default=2.0, help="of answering, at most")
     parser.add_argument("--answers", type=Path, help="answers.json of another run with this model")
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--unroll", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=16_384)
     parser.add_argument("--prompts", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--longest-prompt", type=int, default=512)
+    parser.add_argument(
+        "--asked", type=int, default=2048, help="with --chat: prompts that the model writes"
+    )
+    parser.add_argument(
+        "--questions", help="JSON lines with `turns`, of which one in ten is never trained on"
+    )
+    parser.add_argument("--question-times", type=int, default=4, help="how often each is answered")
     parser.add_argument("--answer", type=int, default=192, help="tokens of an answer")
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
@@ -693,7 +649,7 @@ def main() -> None:
     stored = options.answers or options.out / "answers.json"
     if not stored.exists():
         begin = time.monotonic()
-        prompts = prompts_of(llm, options.text, options.prompt, options.prompts, chat=options.chat)
+        prompts = all_prompts(llm, options)
         print(f"{len(prompts)} prompts in {time.monotonic() - begin:.0f} s", flush=True)
         answers = answers_within(
             llm,
@@ -710,18 +666,18 @@ def main() -> None:
     common: dict[str, Any] = dict(
         steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate
     )
-    if options.student:
-        found = train_student(llm, answers, options.out, layers=options.student, **common)
-    else:
-        found = train_head(
-            llm,
-            answers,
-            options.out,
-            vocabulary=options.vocabulary,
-            unroll=options.unroll,
-            **common,
-        )
-    print(json.dumps({"model": options.model, "student_layers": options.student or None} | found))
+    lessons = lessons_of(llm, answers)
+    facts = {"what": "training", "tree": commit(), "model": Path(options.model).name}
+    student = options.then_student or (options.out if options.student else None)
+    if student != options.out:
+        head = dict(vocabulary=options.vocabulary, unroll=options.unroll)
+        found = train_head(llm, lessons, options.out, **head, **common)
+        print(json.dumps(facts | {"student_layers": None} | found), flush=True)
+    if student is not None:
+        student.mkdir(parents=True, exist_ok=True)
+        common["minutes"] = options.student_minutes or options.minutes
+        found = train_student(llm, lessons, student, layers=options.student, **common)
+        print(json.dumps(facts | {"student_layers": options.student} | found))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 from trials import Constants, assignments
 
 from flyweight.batch import KVStorage
+from flyweight.bench.environment import commit
 from flyweight.engine import runner
 from flyweight.engine.core import Engine
 from flyweight.engine.graphs import DecodeGraphs
@@ -110,7 +111,10 @@ def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict
         for count in (1, 2, 4, 8):
             number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
             for row in kernel_times(lambda n=number: steps.logits(n)):
-                print(json.dumps({"what": "kernel", "rows": count} | row), flush=True)
+                print(
+                    json.dumps({"what": "kernel", "tree": commit(), "rows": count} | row),
+                    flush=True,
+                )
     return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -392,7 +396,8 @@ def main() -> None:
     begin = time.perf_counter()
     decoder = load(options, device)
     facts = {
-        "model": options.model,
+        "tree": commit(),
+        "model": Path(options.model).name,
         "scheme": options.scheme,
         "head": options.head or "stored",
         "context": options.context,

@@ -11,6 +11,7 @@ from flyweight.models.presets import PRESETS, preset_config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 train_head = pytest.importorskip("train_head")
+drafter_answers = pytest.importorskip("drafter_answers")
 
 
 @pytest.fixture
@@ -26,10 +27,11 @@ def test_a_head_learns_what_its_model_says(preset, tmp_path):
     multiply = llm.decoder.head.fused.run
     llm.decoder.head.fused.run = lambda x: 6 * multiply(x)  # as sure of what it says as trained models are
     prompts = torch.randint(2, 64, (128, 3), generator=torch.Generator().manual_seed(0)).tolist()
-    answers = train_head.answers_of(llm, prompts, 13, temperature=1.0)
-    options = dict(vocabulary=48, batch=16, unroll=2, rate=4e-3, say=lambda text: None)
-    first = train_head.train_head(llm, answers, tmp_path, steps=5, **options)
-    again = train_head.train_head(llm, answers, tmp_path, steps=45, **options)
+    answers = drafter_answers.answers_of(llm, prompts, 13, temperature=1.0)
+    options = dict(vocabulary=48, batch=512, unroll=2, rate=4e-3, say=lambda text: None)
+    lessons = train_head.lessons_of(llm, answers)
+    first = train_head.train_head(llm, lessons, tmp_path, steps=5, **options)
+    again = train_head.train_head(llm, lessons, tmp_path, steps=45, **options)
     assert again["steps"] == 45 and again["loss_before"] == pytest.approx(first["loss"], abs=1e-3), "it goes on where it was"
     assert again["loss"] < 0.85 * first["loss_before"]
     assert again["right"][0] > 0.3, "one in 64 would be chance"

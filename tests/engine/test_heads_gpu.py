@@ -25,6 +25,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.drafter, name)
 
+    def guesses_unread(self, works):
+        return False
+
     def propose(self, requests, most):
         found = self.drafter.propose(requests, most)
         for request in requests:
@@ -72,8 +75,11 @@ def test_captured_guesses_are_those_made_step_by_step(scheme):
     assert len(common) > 40 and alike[0] > 0.85 * len(common) and alike[2] > 0.5 * len(common)
 
 
-def test_guesses_that_the_host_has_not_read_are_those_that_are_checked():
-    """The guesses are made right on the device, where the step takes them from."""
+@pytest.mark.parametrize("unread", [False, True])
+def test_guesses_that_the_host_has_not_read_are_those_that_are_checked(unread):
+    """The guesses are made right on the device, where the step takes them from. `unread`: and steps are launched behind them before
+    anybody knows which were right.
+    """
     decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
     asked = prompts(decoder.config, 3)
     plain = make_engine(decoder)
@@ -83,14 +89,18 @@ def test_guesses_that_the_host_has_not_read_are_those_that_are_checked():
     tap(decoder, head)
     engine = make_engine(decoder)
     drafter = HeadDrafter(head, engine.runner, guesses=3)
-    right = {tuple(one.tokens[:i]): one.tokens[i : i + 3] for (one,) in want for i in range(len(one.prompt), len(one.tokens) - 3)}
+    texts = {tuple(one.prompt): one.tokens for (one,) in want}
+    ready, behind = drafter.guesses_unread, []
+    drafter.guesses_unread = lambda works: unread and ready(works)
     propose = drafter.propose
 
     def propose_right(requests, most):
         found = propose(requests, most)
         for request in requests:
-            drafts, text = found.get(request.number), right.get(tuple(request.tokens))
-            if isinstance(drafts, LateDrafts) and text is not None:
+            behind.append(request.pending > 1)
+            begin = request.length  # those in flight are right
+            drafts, text = found.get(request.number), texts[tuple(request.prompt)][begin : begin + 3]
+            if isinstance(drafts, LateDrafts) and len(text) == 3:
                 with torch.inference_mode():
                     drafts.arrival.found[:3, drafts.column] = torch.tensor(text, device=CUDA)
                 drafts.arrival.columns[drafts.column] = text
@@ -104,3 +114,4 @@ def test_guesses_that_the_host_has_not_read_are_those_that_are_checked():
     print(engine.speculator.accepted, "of", engine.speculator.drafted, gaps)
     assert all(gap is None or gap < GAP for gap in gaps)
     assert engine.speculator.accepted > 0.5 * engine.speculator.drafted
+    assert any(behind) == unread

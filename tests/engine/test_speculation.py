@@ -14,6 +14,7 @@ from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.speculation.trial import LEAST_STEPS, RETRY, Trial
 from flyweight.errors import OptionError
 from flyweight.models import presets
 
@@ -29,6 +30,15 @@ class Oracle:
         self.texts, self.wrong = texts, wrong
 
     def warm_up(self):
+        pass
+
+    def guesses_unread(self, works):
+        return False
+
+    def release(self, request):
+        pass
+
+    def learn(self, works, seconds):
         pass
 
     def promising(self, request):
@@ -110,6 +120,52 @@ def test_guesses_that_the_host_has_not_read_are_checked_all_the_same(captured):
     engine = speculating(LateOracle(texts), captured=captured)
     assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
     assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+
+
+class UnreadOracle(LateOracle):
+    """Knows how many of its guesses in flight are right, as the device does, and guesses behind them."""
+
+    def __init__(self, texts, wrong=5):
+        super().__init__(texts, wrong)
+        self.latest = {}  # by request: where its latest guesses begin, and what they are
+
+    def guesses_unread(self, works):
+        latest = [self.latest.get(work.request.number, (0, ()))[1] for work in works]
+        return all(work.drafts and len(guesses) == len(work.drafts) for work, guesses in zip(works, latest, strict=True))
+
+    def propose(self, requests, most):
+        columns = []
+        for request in requests:
+            text = next(text for text in self.texts if text[: len(request.tokens)] == request.tokens)
+            begin = len(request.tokens)
+            if request.pending:
+                before, guesses = self.latest[request.number]
+                right = 0
+                while right < len(guesses) and guesses[right] == text[before + right]:
+                    right += 1
+                begin = before + right + 1
+            places = range(begin, begin + most[request.number])
+            guesses = [(text[i] + (i % self.wrong == 0)) % VOCABULARY if i < len(text) else 0 for i in places]
+            self.latest[request.number] = begin, guesses
+            columns.append(guesses)
+        longest = max(map(len, columns))
+        arrival = Arrival(torch.tensor([[*guesses, *[0] * (longest - len(guesses))] for guesses in columns]).T)
+        return {request.number: LateDrafts(arrival, i, len(columns[i])) for i, request in enumerate(requests)}
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_guesses_behind_guesses_that_nobody_has_read(kind):
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    engine = speculating(UnreadOracle(texts), captured=True)
+    followed = count_followed(engine)
+    first = [engine.submit(prompt, options) for prompt in PROMPTS[:2]]
+    for _ in range(4):  # the others' prompts come in the middle of these answers
+        engine.step()
+    assert run(engine, *first, *(engine.submit(prompt, options) for prompt in PROMPTS[2:])) == want
+    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert (len(followed) > 2) == (kind != "penalized")
 
 
 class AheadOracle(Oracle):
@@ -427,6 +483,60 @@ def test_a_wrong_guess_counts_for_whoever_made_it():
     assert [drafter.lookup.readers[number].needed for number in (0, 1)] == [4, 3]
 
 
+def judged(accepted, trial, number=0):
+    """A request whose steps gave so many right guesses each; whether it is tried to its end."""
+    request = Request(number, [1], params(), seed=0, limit=99)
+    if not trial.begins(request, 1):
+        return None
+    for _ in range(2 * LEAST_STEPS):
+        trial.learn(0.5e-3, 1, guessed=True)
+        trial.observe(request, accepted)
+        if not trial.pays(request, 1):
+            break
+    found = trial.pays(request, 1)
+    trial.forget(request, 1)
+    return found
+
+
+def test_guesses_are_tried_and_given_up_where_they_do_not_pay():
+    trial = Trial()
+    assert judged(2, trial) is None, "how long a step takes without guesses is not known"
+    trial.learn(0.3e-3, 1, guessed=False)
+    assert judged(2, trial) and judged(1, trial), "two tokens in the time of 1.67"
+    assert judged(0, trial) is False
+    for _ in range(8):
+        judged(0, trial)
+    assert [judged(0, trial) for _ in range(RETRY)].count(False) == 1, "few are tried after that"
+    while trial.recent < 1:
+        judged(3, trial)
+    assert judged(3, trial) and judged(3, trial)
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("pays", [False, True])
+def test_answers_are_the_same_while_guesses_are_tried(kind, pays):
+    """n-grams where they hit, a drafter whose guesses the device has where it pays, and nobody at first."""
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    trial = Trial()
+    trial.learn = lambda seconds, sequences, guessed: [
+        times.learn(value, sequences) for times, value in ((trial.without, 1.0), (trial.guessed, 0.1 if pays else 9.0))]
+    other = UnreadOracle(texts)
+    engine = toy_engine(captured=True)
+    engine.speculator = Speculator(LookupFirst(other, 3, trial), Fixed(7))
+    followed = count_followed(engine)
+    released = []
+    other.release = lambda request: released.append(request.number)
+    for prompt, answer in zip(PROMPTS * 2, want * 2, strict=True):
+        assert run(engine, engine.submit(prompt, options)) == [answer]
+    assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
+    assert released[0] == 0, "nothing was known when the first one came"
+    assert (len(released) < 4) == pays
+    assert kind == "penalized" or followed
+    assert not engine.speculator.drafter.met
+
+
 def test_earlier_answers_help_those_of_the_same_salt_alone():
     options = params(max_tokens=30)
     drafter = NgramDrafter()
@@ -468,11 +578,12 @@ def test_only_whole_steps_say_how_long_steps_take():
 def test_guesses_are_read_at_once_where_that_is_faster():
     """A step between two with guesses hides the host, and costs a step for one token."""
     speculator = Speculator(NgramDrafter(), Fixed(7))
-    works = [Work(Request(0, [1], params(), seed=0, limit=9), 0, 8, True, (1,) * 7)]
+    request = Request(0, [1], params(), seed=0, limit=9)
+    works = [Work(request, 0, 8, True, (1,) * 7)]
     assert not speculator.follows(works), "nothing is known yet"
     for _ in range(60):
-        speculator.learn(0.40e-3, 1, 1)
-        speculator.learn(0.60e-3, 8, 5)
+        speculator.learn([Work(request, 0, 1, True)], 0.40e-3, 1)
+        speculator.learn(works, 0.60e-3, 5)
         speculator.prepared(0.15e-3)
     assert speculator.token_seconds == pytest.approx(1 / 6e3, rel=0.3)
     assert speculator.follows(works), "after half of the guesses nobody guesses again, and the host takes long"
@@ -497,13 +608,14 @@ def test_without_a_guess_steps_are_launched_ahead():
 @pytest.mark.parametrize(("text", "want"), [
     (None, Speculation()), ("off", Speculation()), ("ngram", Speculation("ngram")),
     ("ngram:3", Speculation("ngram", None, 3)), ("auto", Speculation("auto")),
+    ("auto:eagle3:a:2", Speculation("eagle3", "a", 2, while_it_pays=True)),
     ("model:preset:tiny:fp32", Speculation("model", "preset:tiny:fp32", 4)), ("model:a:2", Speculation("model", "a", 2)),
 ])
 def test_the_option_is_understood(text, want):
     assert Speculation.parse(text) == want
 
 
-@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "eagle3:", "model:a:99"])
+@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "auto:ngram", "auto:model", "eagle3:", "model:a:99"])
 def test_a_wrong_option_is_refused_in_one_line(text):
     with pytest.raises(OptionError) as error:
         Speculation.parse(text)

@@ -36,6 +36,7 @@ def test_sequences_go_on_from_the_last_right_guess(monkeypatch, folder):
     for kind in (Handover, TorchHandover):
         rows = GuessedRows(
             tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2]), lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17], dtype=torch.int32),
+            before=torch.tensor([0, 1, 2, 0, 0, 1, 2], dtype=torch.int32),
             guesses=torch.tensor([4, 5, -1, -1, 1, 2, -1]), at=torch.tensor([2, 2, 2, 0, 3, 3, 3]), first=torch.tensor([0, 3, 4, 0]),
             unread=torch.tensor([3, 4, 0]), unread_at=torch.tensor([0, 3, 0]))
         sequences = SequenceRows(torch.tensor([70, 71, 72, 73]), torch.tensor([1, 2, 3, 4], dtype=torch.int32))
@@ -45,3 +46,20 @@ def test_sequences_go_on_from_the_last_right_guess(monkeypatch, folder):
         handover.go_on(chosen, 3)
         found.append((sequences.tokens.tolist(), sequences.lengths.tolist()))
     assert found == [([1, 71, 6, 3], [8, 2, 33, 17])] * 2
+
+
+def test_rows_become_those_of_the_guesses_behind_them(monkeypatch, folder):
+    """All right; none; one right of two. Rows of padding stay nobody's."""
+    host_cuda.pretend(monkeypatch, folder)
+    chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8])
+    guesses = torch.tensor([[60, 61, 62, 63], [70, 71, 72, 73]])
+    found = []
+    for kind in (Handover, TorchHandover):
+        rows = GuessedRows(
+            tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2, 0]), lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17, 0], dtype=torch.int32),
+            before=torch.tensor([0, 1, 2, 0, 0, 1, 2, 0], dtype=torch.int32), guesses=torch.zeros(8, dtype=torch.int64),
+            at=torch.zeros(8, dtype=torch.int64), first=torch.tensor([0, 3, 4, 0]), unread=torch.zeros(8, dtype=torch.int64),
+            unread_at=torch.zeros(8, dtype=torch.int64))
+        kind(rows, SequenceRows(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32))).guess_on(chosen, guesses, 3)
+        found.append((rows.tokens.tolist(), rows.lengths.tolist()))
+    assert found == [([6, 60, 70, 1, 3, 62, 72, 0], [33, 34, 35, 8, 17, 18, 19, 0])] * 2

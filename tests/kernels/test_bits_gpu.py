@@ -60,3 +60,14 @@ def test_repeated_launches_have_the_same_bits(kind="Q6_K"):
     x = torch.randn(1, 4096, device="cuda").bfloat16()
     first = gemv.multiply(weight, x)
     assert all(torch.equal(gemv.multiply(weight, x), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "IQ4_NL", "8:32="])
+def test_single_rows_are_looked_up(kind):
+    """An embedding that is tied to a head of these bits reads its rows there."""
+    tensor = make(kind, (1008, 1536))
+    linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
+    rows = torch.tensor([0, 7, 8, 15, 16, 63, 1007, 7], device="cuda")
+    out = torch.full((len(rows), 1536), float("nan"), device="cuda", dtype=torch.bfloat16)
+    linear.look_up(rows, out)
+    assert torch.equal(out, tensor.dequantize()[rows].bfloat16())

@@ -93,6 +93,18 @@ def test_a_weight_is_written_out(kind, activation):
     assert torch.equal(untile(linear.weight), tensor.dequantize().bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q2_K", "Q6_K", "IQ4_XS", "nvfp4", "8:32="])
+def test_single_rows_are_looked_up(kind):
+    """An embedding that is tied to a head of these bits reads its rows there."""
+    tensor = make(kind, (90, width(kind)))
+    linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
+    assert linear.looks_up
+    rows = torch.tensor([0, 7, 8, 15, 16, 63, 89, 7])
+    out = torch.empty(len(rows), width(kind), dtype=torch.bfloat16)
+    linear.look_up(rows, out)
+    assert torch.equal(out, tensor.dequantize()[rows].bfloat16())
+
+
 def test_norm_bias_and_silu_are_fused(kind="Q5_K"):
     tensor, bias = make(kind, (96, 768)), torch.randn(96).bfloat16()
     norm, x = (1 + 0.1 * torch.randn(768)).bfloat16(), torch.randn(2, 768).bfloat16()

@@ -52,6 +52,7 @@ CASES = [
     ("qkv_attention.cu", FUSED | Q4_K),
     *(("gemm.cu", GEMM | planes | dict(FP16=i % 2, SCALE_FP16=1)) for i, planes in enumerate(PLANES)),
     ("gemm_mma.cu", MMA | Q6_K), ("untile.cu", LINEAR | Q4_K | dict(INTERLEAVED=1)),
+    ("untile.cu", LINEAR | Q6_K | dict(INTERLEAVED=0, LOOK_UP=1)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, KV8=2)),
     ("rope.cu", HEADS | dict(KV8=1)),
     *(("untile.cu", LINEAR | dict(FORMAT=1, INTERLEAVED=into % 2, INTO=into)) for into in (3, 4)),

@@ -29,7 +29,7 @@ from flyweight.errors import UnsupportedError
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
 
-FIRST = ("embed", "look_up")  # the kernels that begin a step
+FIRST = ("embed", "look_up_rows")  # the kernels that begin a step
 LINEARS = (
     "gemv",
     "gemm",

@@ -256,22 +256,41 @@ class Engine:
             self._land()
 
     def _can_follow(self, flight: Flight) -> bool:
-        """Whether a step without guesses can be launched behind this one with guesses before it is
-        read, and should be. The device alone knows how many of the guesses were right, so nothing
-        else may happen in that step: every row goes on, and finds its token and length there.
-        Until then all guesses count as right (`Request.pending`): blocks are there for them.
+        """Whether a step can be launched behind this one with guesses before it is read, and should
+        be. The device alone knows how many of the guesses were right, so nothing else may happen in
+        that step: every row goes on, and finds its token and length there. Until then all guesses
+        count as right (`Request.pending`): blocks are there for them.
         """
         speculator, scheduler, running = self.speculator, self.scheduler, self.scheduler.running
+        if (
+            speculator is None
+            or not self.overlap
+            or scheduler.waiting
+            or scheduler.long_prompts is not None
+            or len(flight.works) != len(running)
+            or self.pool.available <= 2 * len(running)
+            or any(request.complete or request.constraint for request in running)
+        ):
+            return False
+        if speculator.drafter.guesses_ahead:  # a step without guesses
+            return self.runner.can_follow(flight.works) and speculator.follows(flight.works)
+        return self._can_guess_on(flight)
+
+    def _can_guess_on(self, flight: Flight) -> bool:
+        """Whether a step with as many guesses for the same answers can come behind this one: within
+        the blocks that they have, none of them near its end.
+        """
+        size = self.pool.block_size
+        fits = all(
+            work.request.computed + work.count <= len(work.request.blocks) * size
+            and work.request.length + work.count <= work.request.limit
+            for work in flight.works
+        )
+        assert self.speculator is not None
         return (
-            speculator is not None
-            and speculator.drafter.guesses_ahead
-            and not scheduler.waiting
-            and scheduler.long_prompts is None
-            and len(flight.works) == len(running)
-            and self.pool.available > 2 * len(running)
-            and not any(request.complete or request.constraint for request in running)
-            and self.runner.can_follow(flight.works)
-            and speculator.follows(flight.works)
+            fits
+            and self.runner.can_guess_on(flight.works)
+            and self.speculator.drafter.guesses_unread(flight.works)
         )
 
     def _draft(self) -> dict[int, Sequence[int]]:
@@ -279,8 +298,8 @@ class Engine:
         speculator, flight = self.speculator, self.flight
         if speculator is None:
             return {}
-        if flight is not None and (flight.speculative or not speculator.drafter.guesses_ahead):
-            return {}
+        if flight is not None and speculator.drafter.guesses_ahead == flight.speculative:
+            return {}  # one who guesses ahead waits for guesses, the others for single tokens
         return speculator.propose(self.scheduler.running)
 
     def _prepare(self) -> None:
@@ -327,7 +346,7 @@ class Engine:
             )
         if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
             tokens = sum(len(result.tokens) for result in results) / len(works)
-            self.speculator.learn(seconds, sum(work.count for work in works), tokens)
+            self.speculator.learn(works, seconds, tokens)
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)

@@ -246,7 +246,9 @@ class LLM:
             assert wanted.guesses is not None
             drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
-            self.engine.speculator = speculator_of(drafter, wanted.guesses)
+            self.engine.speculator = speculator_of(
+                drafter, wanted.guesses, while_it_pays=wanted.while_it_pays
+            )
         self._background = BackgroundSteps(self.engine)
 
     def pace_prompts(self) -> None:

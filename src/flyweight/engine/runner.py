@@ -27,7 +27,7 @@ from flyweight.engine.request import Constraint, Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import GREEDY, top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows
+from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows, is_unread
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
@@ -100,6 +100,9 @@ class Passes(Protocol):
 
 class Follower(Protocol):
     """Who reads the hidden states of a step (models/taps.py) once its tokens are chosen."""
+
+    def wants(self, works: Sequence[Work]) -> bool:
+        """Whether it follows a step of such answers."""
 
     def after_pass(self, works: Sequence[Work], packed: Packed, tokens: Tensor) -> None:
         """`tokens`: chosen after the rows that sample."""
@@ -269,11 +272,12 @@ class Runner:
         """
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            shared = self._is_shared(works)
-            if self._is_captured(works) and not (shared and self.follower is not None):
+            followed = self.follower is not None and self.follower.wants(works)
+            shared = self._is_shared(works, followed=followed)
+            if self._is_captured(works) and not (shared and followed):
                 choose = self._replay(works)
             elif shared:
-                choose = self._replay_shared(works)
+                choose = self._replay_shared(works, followed=followed)
             else:
                 choose = self._forward(works)
             if launched is not None:
@@ -302,6 +306,15 @@ class Runner:
             )
         )
 
+    def can_guess_on(self, works: Sequence[Work]) -> bool:
+        """Whether a step like this one with guesses can be launched behind it, unread."""
+        return (
+            self.shared_steps is not None
+            and not self.rows.mode.penalized
+            and len(self.rows) == len(works)
+            and self.shared_rows.repeats(works)
+        )
+
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
@@ -314,9 +327,11 @@ class Runner:
             )
         )
 
-    def _is_shared(self, works: Sequence[Work]) -> bool:
-        """Answers with several new tokens: guesses, or what a drafting model has not seen."""
-        several = self.follower is not None or any(
+    def _is_shared(self, works: Sequence[Work], *, followed: bool) -> bool:
+        """Answers with several new tokens: guesses, or what a drafting model has not seen; or whose
+        steps a head follows.
+        """
+        several = followed or any(
             work.count > 1 and work.request.number in self.rows.row_of for work in works
         )
         return several and self.shared_steps is not None and self.shared_rows.takes(works)
@@ -342,12 +357,13 @@ class Runner:
 
         return choose
 
-    def _replay_shared(self, works: Sequence[Work]) -> Callable[[], Flight]:
+    def _replay_shared(self, works: Sequence[Work], *, followed: bool) -> Callable[[], Flight]:
         """Answers, some of them with several rows."""
         rows, steps = self.shared_rows, self.shared_steps
         assert steps is not None
         self.rows.extend()
-        count, outputs = rows.fill(works), sum(work.outputs for work in works)
+        count = rows.guess_on(works) if is_unread(works) else rows.fill(works)
+        outputs = sum(work.outputs for work in works)
         logits = steps.advance(count)
 
         def choose() -> Flight:
@@ -368,9 +384,14 @@ class Runner:
                 works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens
             )
             # once the tokens are on their way to the host
-            if self.follower is not None:
+            if self.follower is not None and followed:
                 self.follower.after_rows(works, rows, tokens)
-            elif flight.speculative:
+                return flight
+            if self.follower is not None:
+                self.follower.skipped(works)
+            if flight.speculative:
+                if outputs == count:
+                    rows.hold(tokens)
                 rows.go_on(tokens)
             return flight
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
@@ -24,6 +25,7 @@ class GuessedRows:
 
     tokens: Tensor  # int64 [rows]
     lengths: Tensor  # int32 [rows]
+    before: Tensor  # int32 [rows]: rows of the same sequence before each
     guesses: Tensor  # int64 [rows]: the token guessed after each; −1: none
     at: Tensor  # int64 [rows]: the row of its sequence
     first: Tensor  # int64 [sequences]: the first row of each
@@ -47,6 +49,7 @@ class Handover:
         self.sequences = sequences
         source = jit.load("guesses.cu", defines={"THREADS": THREADS})
         self._take = functools.partial(source.kernel("take").launch, 1, THREADS)
+        self._guess_on = functools.partial(source.kernel("guess_on").launch, 1, THREADS)
         self._go_on = functools.partial(source.kernel("go_on").launch, 1, THREADS)
 
     def take(self, count: int) -> None:
@@ -61,6 +64,15 @@ class Handover:
         rows, sequences = self.rows, self.sequences
         into = (sequences.tokens, sequences.lengths)
         self._go_on((chosen, rows.guesses, rows.first, rows.at, rows.lengths, *into, count))
+
+    def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
+        """The rows become those of the next step, with as many guesses of each of the first `count`
+        sequences: the token `chosen` behind its last right guess, then its column of `found`
+        [guesses, at least so many].
+        """
+        rows = self.rows
+        where = (rows.before, rows.first, rows.lengths)
+        self._guess_on((chosen, rows.tokens, *where, found, found.stride(0), len(chosen), count))
 
 
 class TorchHandover(Handover):
@@ -81,6 +93,18 @@ class TorchHandover(Handover):
         at = rows.at.index_select(0, last)
         sequences.tokens.index_copy_(0, at, chosen.index_select(0, last))
         sequences.lengths.index_copy_(0, at, rows.lengths.index_select(0, last) + 1)
+
+    def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
+        rows = self.rows
+        guessed = rows.tokens[: len(chosen)].roll(-1)
+        guessed[rows.before[: len(chosen)].roll(-1) == 0] = -1
+        last = last_rows(chosen, guessed, rows.first[:count])
+        lengths = rows.lengths.index_select(0, last) + 1
+        tokens = torch.cat([chosen.index_select(0, last)[None], found[:, :count]])
+        before = rows.before[: len(chosen)].long()
+        sequence = (before == 0).cumsum(0) - 1
+        rows.tokens[: len(chosen)] = tokens[before, sequence]
+        rows.lengths[: len(chosen)] = lengths[sequence] + before.int()
 
 
 def handover(rows: GuessedRows, sequences: SequenceRows) -> Handover:

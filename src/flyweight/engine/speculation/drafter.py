@@ -6,15 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from flyweight.engine.request import Request
+from flyweight.engine.scheduler import Work
 
 
 class Drafter(Protocol):
     """Guesses are free to be wrong: an answer never depends on them (verify.py)."""
 
-    guesses_ahead: bool  # whether it goes on from a token in flight (`Request.pending`)
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether it goes on from a token in flight (`Request.pending`)."""
 
     def warm_up(self) -> None:
         """Prepare what takes long ahead of the first request."""
+
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        """Whether it has guesses, on the device, for a step like this one with guesses right behind
+        it, before anybody knows which of these were right.
+        """
 
     def promising(self, request: Request) -> bool:
         """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step,
@@ -27,6 +35,12 @@ class Drafter(Protocol):
         """By request number, what comes after its last token: at most `most[number]` guesses, which
         is at least one. Where it `guesses_ahead`, that token may still be in flight.
         """
+
+    def release(self, request: Request) -> None:
+        """Nobody wants guesses for it any more."""
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        """A step of these answers, and nothing else, took so long."""
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         """So many of its guesses were right."""

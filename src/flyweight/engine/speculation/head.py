@@ -66,6 +66,7 @@ class HeadDrafter:
         self.cache = head.cache(runner.spare + 1, runner.block_size)
         self.guessed: dict[int, Sequence[int]] = {}
         self.lost: set[int] = set()  # requests with a hole in the head's cache
+        self.released: set[int] = set()  # those that nobody wants guesses for
         runner.follower = self
         runner.rows.blank = runner.spare
 
@@ -86,6 +87,13 @@ class HeadDrafter:
         if self.graphs is not None:
             self.graphs.warm_up()
 
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        """Its guesses lie on the device anyhow."""
+        return all(
+            work.drafts and len(self.guessed.get(work.request.number, ())) == len(work.drafts)
+            for work in works
+        )
+
     def promising(self, request: Request) -> bool:
         return request.number in self.guessed
 
@@ -98,14 +106,31 @@ class HeadDrafter:
             if request.number in self.guessed
         }
 
+    def release(self, request: Request) -> None:
+        """Its steps go by from now on."""
+        self.released.add(request.number)
+        self.lost.add(request.number)
+        self.guessed.pop(request.number, None)
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        pass
+
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         pass
 
     def forget(self, request: Request) -> None:
         self.guessed.pop(request.number, None)
         self.lost.discard(request.number)
+        self.released.discard(request.number)
 
     # -- as a follower ---------------------------------------------------------------------
+
+    def wants(self, works: Sequence[Work]) -> bool:
+        """Whether it can guess for some of them once this step is over."""
+        return any(
+            work.request.number not in self.lost and work.request.constraint is None
+            for work in works
+        )
 
     def skipped(self, works: Sequence[Work]) -> None:
         """A step of theirs went by."""
@@ -118,8 +143,7 @@ class HeadDrafter:
             self.skipped(works)
             return
         self._over(works)
-        if tokens.data_ptr() != rows.chosen.data_ptr():  # of rows that are not greedy
-            rows.advance(tokens)
+        rows.hold(tokens)
         self.graphs.follow(len(tokens))
         self._expect(works, self.graphs.chain(len(works)))
 
@@ -127,7 +151,7 @@ class HeadDrafter:
         """A step of any mix; `tokens`: chosen after the rows that sample."""
         self._over(works)
         for work in works:
-            if work.start == 0:
+            if work.start == 0 and work.request.number not in self.released:
                 self.lost.discard(work.request.number)
         taps, batch = self.target.taps, packed.batch
         assert taps is not None

@@ -59,6 +59,9 @@ class ModelDrafter:
             if captured is not None:
                 captured.warm_up()
 
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        return False
+
     def promising(self, request: Request) -> bool:
         """A model always has a guess."""
         return len(request.tokens) + request.pending < self.context
@@ -81,6 +84,12 @@ class ModelDrafter:
                 work.request.pending -= 1
                 work.request.tokens += result.tokens
         return {shadow.number: shadow.tokens[known[shadow.number] :] for shadow in ready}
+
+    def release(self, request: Request) -> None:
+        self.forget(request)
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        pass
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         pass

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flyweight.engine.request import Request
+from flyweight.engine.scheduler import Work
 
 GRAM = 2  # tokens that must agree, at least
 EARLIER = 5  # with answers to others, of which there are many
@@ -113,6 +114,9 @@ class NgramDrafter:
     def warm_up(self) -> None:
         """There is nothing to prepare."""
 
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
+        return False
+
     def promising(self, request: Request) -> bool:
         return True
 
@@ -123,12 +127,22 @@ class NgramDrafter:
             found[request.number] = self._guess(request, unread + most[request.number])[unread:]
         return found
 
-    def _guess(self, request: Request, count: int) -> list[int]:
+    def _reader(self, request: Request) -> Reader:
+        """With all of its tokens."""
         reader = self.readers.get(request.number)
         if reader is None:
             reader = self.readers[request.number] = Reader(self.least)
+        reader.index.extend(request.tokens[len(reader.index.tokens) :])
+        return reader
+
+    def quotes(self, request: Request) -> bool:
+        """Whether the last tokens that were read stood in its own text before."""
+        reader = self._reader(request)
+        return reader.index.match(request.tokens, reader.needed, own=True) is not None
+
+    def _guess(self, request: Request, count: int) -> list[int]:
+        reader = self._reader(request)
         index, tokens = reader.index, request.tokens
-        index.extend(tokens[len(index.tokens) :])
         if (place := index.match(tokens, reader.needed, own=True)) is not None:
             return index.after(place, count, own=True)
         earlier = None if request.salt is None else self.answers.get(request.salt)
@@ -136,6 +150,12 @@ class NgramDrafter:
         if earlier is None or (place := earlier.match(tokens, needed, own=False)) is None:
             return []
         return earlier.after(place, count, own=False)
+
+    def release(self, request: Request) -> None:
+        pass
+
+    def learn(self, works: Sequence[Work], seconds: float) -> None:
+        pass
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         """A right guess makes it easier to guess again, a wrong one harder."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flyweight.errors import OptionError, unknown
 
@@ -11,6 +11,7 @@ NAMED = {  # kinds that need a name behind them, and what of
     "model": "a model that guesses, such as model:smollm2-135m",
     "eagle3": "a folder with a head, such as eagle3:./my-head",
 }
+BESIDE_AUTO = ("model", "eagle3", "mtp")  # who guesses where n-grams find nothing
 # in a step, unless a number is given; others: as many as pay
 GUESSES = {"model": 4, "eagle3": 3, "mtp": 3}
 MOST_GUESSES = 15  # a step's rows of one sequence are 16 at most
@@ -25,17 +26,21 @@ class Speculation:
     kind: str = "off"
     model: str | None = None
     guesses: int | None = None
+    while_it_pays: bool = False  # where it does not, n-grams alone
 
     @classmethod
     def parse(cls, text: str | None) -> Speculation:
-        """off, auto, ngram[:GUESSES], mtp[:GUESSES], model:NAME[:GUESSES] or
-        eagle3:NAME[:GUESSES].
+        """off, auto, ngram[:GUESSES], mtp[:GUESSES], model:NAME[:GUESSES], eagle3:NAME[:GUESSES],
+        or auto: and one of the last three.
         """
         kind, _, rest = (text or "off").partition(":")
         if kind not in KINDS:
             raise OptionError(unknown("value of speculate", kind, KINDS))
+        if kind == "auto" and rest.partition(":")[0] in BESIDE_AUTO:
+            return replace(cls.parse(rest), while_it_pays=True)
         if kind in ("off", "auto") and rest:
-            raise OptionError(f"speculate: {kind} takes nothing behind it, not {rest!r}")
+            more = f" but {', '.join(BESIDE_AUTO)}" if kind == "auto" else ""
+            raise OptionError(f"speculate: {kind} takes nothing behind it{more}, not {rest!r}")
         name, count = split_count(rest) if kind in NAMED else (None, rest)
         if kind in NAMED and not name:
             raise OptionError(f"speculate: {kind} needs {NAMED[kind]}")

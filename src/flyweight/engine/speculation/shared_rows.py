@@ -54,11 +54,18 @@ class SharedRows:
         self.at, self.sampled, self.first = views[AT], views[SAMPLED], views[FIRST]
         unread = (views[UNREAD], views[UNREAD_AT])
         guessed = GuessedRows(
-            self.tokens, self.lengths, views[GUESSES], self.at, self.first, *unread
+            self.tokens,
+            self.lengths,
+            self.before,
+            views[GUESSES],
+            self.at,
+            self.first,
+            *unread,
         )
         self._handover = handover(guessed, SequenceRows(rows.tokens, rows.lengths))
         # of the latest step, where each had one known token and guesses that the host knows; else 0
         self._sequences = 0
+        self._layout: list[tuple[int, int, int]] = []  # of the latest step
         # the rows whose tables were copied, and how many times each,
         self._of: list[tuple[int, int]] = []
         self._version = -1  # and `Rows.version` then
@@ -72,6 +79,11 @@ class SharedRows:
         """As a captured step does."""
         self.chosen[: len(tokens)].copy_(tokens)
 
+    def hold(self, tokens: Tensor) -> None:
+        """Tokens chosen after all rows of a step: there already, where the step chose them."""
+        if tokens.data_ptr() != self.chosen.data_ptr():
+            self.advance(tokens)
+
     @property
     def adapted(self) -> bool:
         return self.rows.adapted
@@ -80,6 +92,8 @@ class SharedRows:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel
         takes. A last token that the host does not know must be on the device.
         """
+        if is_unread(works):
+            return self.repeats(works)
         rows = self.rows
         return sum(work.count for work in works) <= CAPACITY and all(
             work.samples
@@ -121,6 +135,7 @@ class SharedRows:
             guesses += work.drafts if not late else ()
             guesses.append(-1)
             lengths += range(start + 1, start + 1 + count)
+        self._layout = layout
         stage = self._columns.begin()
         if stage.layout != layout:
             write_layout(stage, layout)
@@ -143,6 +158,27 @@ class SharedRows:
         self.copy_tables()
         return len(tokens)
 
+    def repeats(self, works: Sequence[Work]) -> bool:
+        """Whether these have the rows of the latest step, which its guesses were in."""
+        row_of = self.rows.row_of
+        return self._layout == [
+            (row_of.get(work.request.number, -1), work.count, work.outputs) for work in works
+        ]
+
+    def guess_on(self, works: Sequence[Work]) -> int:
+        """Make the rows of this step out of those of the latest one, which has as many guesses of
+        the same sequences and was not read: what the device knows of them goes from row to row.
+        """
+        assert self.repeats(works), "rows behind guesses that nobody has read are others"
+        drafts = [work.drafts for work in works]
+        late = [one for one in drafts if isinstance(one, LateDrafts)]
+        assert len(late) == len(works) and [one.column for one in late] == [*range(len(works))]
+        count = sum(work.count for work in works)
+        self._handover.guess_on(self.chosen[:count], late[0].arrival.found, len(works))
+        self._sequences = 0
+        self.copy_tables()
+        return count
+
     def go_on(self, chosen: Tensor) -> None:
         """The rows of `Rows` take what the step ends with: the token chosen behind the last right
         guess, and the length that counts it. Then they are not behind any more. Where the step had
@@ -164,6 +200,13 @@ class SharedRows:
         torch.index_select(rows.tables, 0, self.at, out=self.tables)
         if self.adapters is not None and rows.adapters is not None:
             torch.index_select(rows.adapters, 0, self.at, out=self.adapters)
+
+
+def is_unread(works: Sequence[Work]) -> bool:
+    """Whether more than one token of a sequence is in flight: how many of them count nobody has
+    read.
+    """
+    return any(work.request.pending > 1 for work in works)
 
 
 def write_layout(stage: Stage, layout: list[tuple[int, int, int]]) -> None:

@@ -17,6 +17,7 @@ from flyweight.engine.speculation.lengths import (
 )
 from flyweight.engine.speculation.lookup import LookupFirst
 from flyweight.engine.speculation.ngram import NgramDrafter
+from flyweight.engine.speculation.trial import Trial
 
 
 class Speculator:
@@ -64,6 +65,8 @@ class Speculator:
     def propose(self, running: Sequence[Request]) -> dict[int, Sequence[int]]:
         """Guesses by request number; requests without any are left out."""
         if len(running) > self.lengths.most_sequences:
+            for request in running:
+                self.drafter.release(request)
             return {}
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]
@@ -83,10 +86,12 @@ class Speculator:
         self.seconds += time.perf_counter() - begin
         return found
 
-    def learn(self, seconds: float, rows: int, tokens: float) -> None:
-        """A step of so many rows, and nothing else, took so long, and gave so many tokens a
+    def learn(self, works: Sequence[Work], seconds: float, tokens: float) -> None:
+        """A step of these answers, and nothing else, took so long, and gave so many tokens a
         sequence.
         """
+        rows = sum(work.count for work in works)
+        self.drafter.learn(works, seconds)
         self.times.learn(seconds, rows)
         self.lengths.learn(seconds, rows)
         if tokens:
@@ -120,15 +125,18 @@ class Speculator:
         self.drafter.forget(request)
 
 
-def speculator_of(drafter: Drafter, guesses: int | None) -> Speculator:
+def speculator_of(
+    drafter: Drafter, guesses: int | None, *, while_it_pays: bool = False
+) -> Speculator:
     """With so many guesses in a step; None: as many as pay. Guesses of a model or a head are made
-    where earlier text has none.
+    where earlier text has none; `while_it_pays`: and where they bring more than they cost.
     """
     if guesses is None:
         return Speculator(drafter, Measured())
     if isinstance(drafter, NgramDrafter):
         return Speculator(drafter, Fixed(guesses))
-    return Speculator(LookupFirst(drafter, guesses), Fixed(max(guesses, MOST_GUESSES)))
+    trial = Trial() if while_it_pays else None
+    return Speculator(LookupFirst(drafter, guesses, trial), Fixed(max(guesses, MOST_GUESSES)))
 
 
 def may_guess(request: Request) -> bool:

@@ -9,7 +9,7 @@
 // Limit: bytes read + written / bandwidth.
 //
 // defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, INTERLEAVED (rows of gate and up take turns, eight by eight),
-// IN_TILES (0), INTO (0; W8A8 or FP8, from INT4 alone), LOOK_UP (0; INT4 or INT8)
+// IN_TILES (0), INTO (0; W8A8 or FP8, from INT4 alone), LOOK_UP (0; INT4, INT8 or BIT_PLANES)
 #include "common.cuh"
 #include "linear.cuh"
 #ifndef IN_TILES
@@ -107,15 +107,43 @@ recode(const uint4* weights, const u32* records, const float* channel_scale, uin
 }
 #endif
 
+#if FORMAT == BIT_PLANES
+// Eight neighbouring inputs, from `column` on, of one row of a tile: those that a lane has of one half for one of its two rows (j).
+DEVICE uint4 eight_of(const BlockCodes& codes, const u32* records, int tile, int row, int column) {
+  const u8* record = (const u8*)records + ((size_t)tile * GROUPS + record_of(column)) * GROUP_BYTES;
+  const GroupScale s = group_scale(record, group_of(column), row);
+  const int half = column % 64 / 32, j = row / 8;
+  uint4 result;
+  u32* pair = (u32*)&result;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    float v[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const u32 code = codes.word[half][2 * (i / 4) + j] >> (8 * (i % 4 + e)) & 255;
+      const float whole = SIGNED_CODES ? byte_float(code ^ 128) - 128.f : byte_float(code);
+      v[e] = WHOLE_ZEROS ? (whole - s.zero) * s.scale : whole * s.scale - s.least;
+    }
+    pair[i / 2] = pack2(v[0], v[1]);
+  }
+  return result;
+}
+#endif
+
 #if LOOK_UP
-static_assert((FORMAT == INT4 || FORMAT == INT8) && !SPARSE && !INTERLEAVED && KDIM % 8 == 0, "rows of whole eights");
+static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == BIT_PLANES) && !SPARSE && !INTERLEAVED && KDIM % 8 == 0, "rows of whole eights");
 // out[i] = the weight's row rows[i]: a CTA each, 8 neighbouring inputs a thread.
-extern "C" __global__ void __launch_bounds__(256) look_up(const u32* weights, const u32* records, const u64* rows, u16* out) {
+extern "C" __global__ void __launch_bounds__(256) look_up_rows(const u32* weights, const u32* records, const u64* rows, u16* out) {
   wait_for_inputs();  // and no early start of what follows: token.cu says why
-  const int place = (int)rows[blockIdx.x], tile = place / 16, row = place % 16, g = row % 8, j = row / 8;
+  const int place = (int)rows[blockIdx.x], tile = place / 16, row = place % 16, g = row % 8;
   for (int column = threadIdx.x * 8; column < KDIM; column += 256 * 8) {
-    const int half = column % 64 / 32, t = column % 32 / 8;
+    const int t = column % 32 / 8;
     const size_t unit = (size_t)tile * BLOCKS + column / 64;
+    uint4* const eight = (uint4*)(out + (size_t)blockIdx.x * KDIM + column);
+#if FORMAT == BIT_PLANES
+    *eight = eight_of(load_codes((const u8*)weights + unit * BLOCK_BYTES, g * 4 + t), records, tile, row, column);
+#else
+    const int half = column % 64 / 32, j = row / 8;
     const u32* words = weights + ((unit * VECTORS + (NIBBLES ? 0 : half)) * 32 + g * 4 + t) * 4 + j;
     const Scale s = read_scale(records, tile, row, column);
     float value[8];
@@ -125,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(256) look_up(const u32* weights, co
       const int q = (int)(NIBBLES ? word >> (4 * half) & 15 : word & 255) - s.zero;
       value[i] = q * s.scale;
     }
-    *(uint4*)(out + (size_t)blockIdx.x * KDIM + column) = make_uint4(
-        pack2(value[0], value[1]), pack2(value[2], value[3]), pack2(value[4], value[5]), pack2(value[6], value[7]));
+    *eight = make_uint4(pack2(value[0], value[1]), pack2(value[2], value[3]), pack2(value[4], value[5]), pack2(value[6], value[7]));
+#endif
   }
 }
 #endif
@@ -147,22 +175,8 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
       if (IN_TILES) *in_tile = make_uint4(0, 0, 0, 0);
       continue;
     }
-    const u8* record = (const u8*)records + ((size_t)tile * GROUPS + record_of(column)) * GROUP_BYTES;
-    const GroupScale s = group_scale(record, group_of(column), g + 8 * j);
-    uint4 result;
-    u32* pair = (u32*)&result;
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      float v[2];
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const u32 code = codes.word[half][2 * (i / 4) + j] >> (8 * (i % 4 + e)) & 255;
-        const float whole = SIGNED_CODES ? byte_float(code ^ 128) - 128.f : byte_float(code);
-        v[e] = WHOLE_ZEROS ? (whole - s.zero) * s.scale : whole * s.scale - s.least;
-      }
-      pair[i / 2] = pack2(v[0], v[1]);
-    }
-    *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;
+    *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) =
+        eight_of(codes, records, tile, g + 8 * j, column);
   }
 #else
   uint4 words[VECTORS];

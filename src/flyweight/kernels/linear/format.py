@@ -280,7 +280,7 @@ FORMATS = {
             BYTES,
             bits.takes,
             read_bits,
-            EVERYWHERE | {"gemv_splitk"},
+            EVERYWHERE | {"gemv_splitk", "look_up"},
             grouped=True,
         ),
         WeightFormat(

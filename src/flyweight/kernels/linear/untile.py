@@ -48,7 +48,7 @@ def recode(weight: TiledWeight, into: TiledWeight) -> Tensor:
 
 def look_up(weight: TiledWeight, rows: Tensor, out: Tensor) -> None:
     """out [n, in_features] = the weight's rows, int64 [n]."""
-    _kernel(weight, "look_up", {"LOOK_UP": 1}).launch(
+    _kernel(weight, "look_up_rows", {"LOOK_UP": 1}).launch(
         len(rows), 256, (weight.weights, weight.records, rows, out), pdl=True
     )
 
