@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import NOBODY, Batch, KVStorage
-from flyweight.engine import graphs
+from flyweight.engine import graphs, packed
 from flyweight.engine.capture import capture
-from flyweight.engine import packed
 from flyweight.engine.packed import PART_SIZES, SIZES, filler
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
