@@ -5,6 +5,7 @@
         rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
     python benchmarks/families.py variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
+    python benchmarks/families.py prompts deepseek-v2-lite:bf16 --out rows.jsonl
     python benchmarks/families.py depth qwen3-next-80b-a3b:int4 --out rows.jsonl
     python benchmarks/families.py latent --out rows.jsonl
 
@@ -14,10 +15,11 @@ plain torch on the same weights. The measure is the same model in 16 bits throug
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
 long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
 `variants` times steps with qkv and attention in one kernel or apart, experts added up by their
-second linear or by a kernel of its own; `depth` what a layer takes in models of more and fewer
-layers, of as many layers with the weights of few, and where all tokens have the same experts;
-`latent` the attention of prompts whose values are narrower
-than their keys. In these all experts of a model have the numbers of one: they lie apart, so a step
+second linear or by a kernel of its own, weights brought to L2 by routers or not; `prompts` says
+how long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a layer
+takes in models of more and fewer layers, of as many layers with the weights of few, and where all
+tokens have the same experts; `latent` the attention of prompts whose values are narrower than their
+keys. In these all experts of a model have the numbers of one: they lie apart, so a step
 reads as much as ever, and a large mixture is there in seconds.
 """
 
@@ -99,12 +101,24 @@ CHECKED = {
     "qwen3.5-35b-a3b": 8,
 }
 Measure = Callable[[str, LLM], dict[str, Any]]
-# (name, why qkv and attention are two kernels, whether the second linear adds experts up)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Of running a step of a mixture."""
+
+    name: str
+    separate: str | None = None  # why qkv and attention are two kernels
+    summed: bool = True  # whether the second linear adds experts up
+    ahead: bool = True  # whether routers bring the next layer's weights to L2
+
+
 WAYS = (
-    ("as it is", None, True),
-    ("attention apart", "asked for", True),
-    ("experts added up apart", None, False),
-    ("both apart", "asked for", False),
+    Way("as it is"),
+    Way("nothing brought to L2", ahead=False),
+    Way("attention apart", separate="asked for"),
+    Way("experts added up apart", summed=False),
+    Way("both apart", separate="asked for", summed=False),
 )
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
@@ -334,6 +348,41 @@ def tokens_a_second(llm: LLM) -> float:
     return round(256 / (min(times[1], times[3]) - min(times[0], times[2])), 1)
 
 
+def prompts(name: str, llm: LLM) -> dict[str, Any]:
+    """Milliseconds to the first token, those of them in which some kernel runs, and the kernels."""
+    row = dict(kind="family prompts", preset=name.partition("@")[0], layers=llm.config.layers)
+    for length in (128, 512, PROMPT):
+        tokens = list(range(3, 3 + length))
+        times = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            llm.generate([tokens], greedy(1))
+            times.append(time.perf_counter() - begin)
+        with torch.profiler.profile() as profiled:
+            llm.generate([tokens], greedy(1))
+            torch.cuda.synchronize()
+        launched = [
+            one for one in profiled.events() if one.device_type != torch.autograd.DeviceType.CPU
+        ]
+        row[f"{length} tokens"] = dict(
+            ms=round(1e3 * min(times[1:]), 2),
+            busy_ms=round(sum(one.time_range.elapsed_us() for one in launched) / 1e3, 2),
+            launches=len(launched),
+            longest=longest(launched),
+        )
+    return row
+
+
+def longest(launched: list[Any], count: int = 12) -> dict[str, tuple[int, float]]:
+    """Kernel → its launches, and their milliseconds."""
+    found: dict[str, list[float]] = {}
+    for one in launched:
+        found.setdefault(one.name[:48], []).append(one.time_range.elapsed_us())
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:count]
+    return {name: (len(times), round(sum(times) / 1e3, 3)) for name, times in ordered}
+
+
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
 
@@ -343,20 +392,22 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
     steps = llm.engine.runner.steps
     assert isinstance(steps, DecodeGraphs)
     row = dict(kind="family variants", preset=name.partition("@")[0], layers=llm.config.layers)
-    usual = experts.sum_plan
+    sum_plan = experts.sum_plan
+    most_ahead = experts.MOST_AHEAD
 
-    def capture(separate: str | None, *, summed: bool) -> None:
-        steps.separate = separate
-        experts.sum_plan = usual if summed else lambda *_: None  # type: ignore[assignment]
+    def capture(way: Way) -> None:
+        steps.separate = way.separate
+        experts.sum_plan = sum_plan if way.summed else lambda *_: None  # type: ignore[assignment]
+        experts.MOST_AHEAD = most_ahead if way.ahead else 0
         steps.steps.clear()
         steps.graphs.clear()
         gc.collect()
 
-    for label, separate, summed in WAYS:
-        capture(separate, summed=summed)
+    for way in WAYS:
+        capture(way)
         tokens = llm.generate([list(range(3, 67))], greedy(12))[0].token_ids
-        row[label] = dict(tok_s=tokens_a_second(llm), tokens=list(tokens))
-    capture(None, summed=True)
+        row[way.name] = dict(tok_s=tokens_a_second(llm), tokens=list(tokens))
+    capture(WAYS[0])
     llm.generate([[3, 4, 5]], greedy(4))  # others find steps as they were
     return row
 
@@ -471,7 +522,9 @@ def write(row: dict[str, Any], out: Path) -> None:
         stream.write(json.dumps(row) + "\n")
 
 
-MEASURES: dict[str, Measure] = dict(speed=speed, kernels=kernels, variants=variants, depth=depth)
+MEASURES: dict[str, Measure] = dict(
+    speed=speed, kernels=kernels, variants=variants, depth=depth, prompts=prompts
+)
 
 
 def main() -> None:

@@ -273,10 +273,17 @@ class DecodeStep:
             self.stage.place = 0
             if (taps := decoder.taps) is not None:
                 taps.begin(self.hidden)
-            for block in decoder.in_turn():
+            following = [*(block.qkv for block in decoder.blocks[1:]), None]
+            for block, after in zip(decoder.in_turn(), following, strict=True):
                 if taps is not None:
                     taps.take(block.index, self.hidden)
-                block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
+                block.run(
+                    self.hidden,
+                    self.stage,
+                    in_place=True,
+                    buffers=self.buffers,
+                    following=after,
+                )
             if taps is not None:
                 taps.take(len(decoder.blocks), self.hidden)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)

@@ -189,9 +189,10 @@ class Experts:
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
         adapters: Tensor | None = None,
+        following: Linear | None = None,
     ) -> Tensor:
         """residual + experts(norm(hidden)); rows of length 0 are padding. Experts have no adapters:
-        loading refuses them.
+        loading refuses them. `following`: what multiplies next.
         """
         if (
             self.grouped is not None
@@ -201,7 +202,9 @@ class Experts:
         ):
             flat = hidden.reshape(-1, hidden.shape[-1])
             target = None if out is None else out.view(-1, out.shape[-1])
-            return self.grouped.project(flat, target, norm=norm, lengths=lengths).view(hidden.shape)
+            ahead = None if following is None else following.fused.first_read
+            out = self.grouped.project(flat, target, norm=norm, lengths=lengths, ahead=ahead)
+            return out.view(hidden.shape)
         y = self(hidden if norm is None else self.ops.normalize(hidden, norm))
         if residual is not None:
             return torch.add(y, residual, out=out)
