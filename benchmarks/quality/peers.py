@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exl3 import exl3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -88,7 +89,12 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     "autoround-int3-asym": {"bits": 3, "sym": False},
     "autoround-int2-asym": {"bits": 2, "sym": False},
 }
-SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
+EXL3 = ("exl3-4bit", "exl3-3bit", "exl3-2bit")
+SCHEMES = {
+    "llm-compressor": list(LLM_COMPRESSOR),
+    "auto-round": list(AUTO_ROUND),
+    "exllamav3": list(EXL3),
+}
 # of a peer's scheme: ours has one of that name without the ending
 VARIANTS = ("-mse", "-imatrix", "-group")
 # Below 4 bits: ours, recipes/*.toml among them → all that they are held against
@@ -101,10 +107,12 @@ FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
         ("llm-compressor", "gptq-int3"),
         ("llm-compressor", "gptq-int3-imatrix"),
         ("llm-compressor", "awq-int3"),
+        ("exllamav3", "exl3-3bit"),
     ],
     ("vptq-2bit", "vptq-2bit-learned", "int2-best", "int2-best-codes"): [
         ("flyweight", "vptq-2bit"),
         ("auto-round", "autoround-int2-asym"),
+        ("exllamav3", "exl3-2bit"),
     ],
 }
 # Ours → the peers' that it is held against, at the same group size and symmetry and no more stored
@@ -132,6 +140,7 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
         ("llm-compressor", "gptq-int4"),
         ("llm-compressor", "gptq-int4-imatrix"),
         ("llm-compressor", "rtn-int4"),
+        ("exllamav3", "exl3-4bit"),
     ],
     **{
         ours: [rival for rival in rivals if rival != ("flyweight", ours)]
@@ -226,8 +235,12 @@ def auto_round(
     return next(output.rglob("config.json")).parent  # it may add a folder of its own
 
 
-MAKERS = {"llm-compressor": llm_compressor, "auto-round": auto_round}
-PACKAGES = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}
+MAKERS = {"llm-compressor": llm_compressor, "auto-round": auto_round, "exllamav3": exl3}
+PACKAGES = {
+    "llm-compressor": "llmcompressor",
+    "auto-round": "auto-round",
+    "exllamav3": "exllamav3",
+}
 
 
 def stand_in_for_datasets() -> None:
