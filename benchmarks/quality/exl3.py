@@ -13,6 +13,7 @@ it; what EXL3's own file would take is in `stored.json`.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -55,7 +56,9 @@ def package() -> Path:
 
 
 def build(folder: Path) -> Any:
-    """The compiled part of exllamav3 that quantizes; what FOLDER holds of it is not made again."""
+    """The compiled part of exllamav3 that quantizes: as it is installed, or else made in FOLDER."""
+    if find_spec("exllamav3_ext") is not None:
+        return importlib.import_module("exllamav3_ext")
     from torch.utils.cpp_extension import load
 
     sources = package() / "exllamav3_ext"
