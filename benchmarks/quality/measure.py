@@ -9,12 +9,14 @@ what is compared with it, and said in the rows.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import exl3
 import torch
 from filelock import FileLock
 from safetensors import safe_open
@@ -207,6 +209,9 @@ def standard_error(values: Tensor) -> float:
 
 
 def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    spelled_out = checkpoint.folder / exl3.STORED  # and what the tool's own file would take
+    if spelled_out.exists():
+        return {"checkpoint": checkpoint.hash(), **json.loads(spelled_out.read_text())}
     linears = [group for group in summarize(checkpoint).groups if group.layers]
     bits = 8 * sum(group.nbytes for group in linears) / sum(group.parameters for group in linears)
     return {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exl3 import exl3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -88,7 +89,15 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     "autoround-int3-asym": {"bits": 3, "sym": False},
     "autoround-int2-asym": {"bits": 2, "sym": False},
 }
-SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
+# name in our tables → bits; the order of its columns (group-aware) is the default
+GPTQMODEL = {"gptqmodel-int4": 4, "gptqmodel-int3": 3}
+EXL3 = ("exl3-4bit", "exl3-3bit", "exl3-2bit")
+SCHEMES = {
+    "llm-compressor": list(LLM_COMPRESSOR),
+    "auto-round": list(AUTO_ROUND),
+    "exllamav3": list(EXL3),
+    "gptqmodel": list(GPTQMODEL),
+}
 # of a peer's scheme: ours has one of that name without the ending
 VARIANTS = ("-mse", "-imatrix", "-group")
 # Below 4 bits: ours, recipes/*.toml among them → all that they are held against
@@ -101,10 +110,13 @@ FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
         ("llm-compressor", "gptq-int3"),
         ("llm-compressor", "gptq-int3-imatrix"),
         ("llm-compressor", "awq-int3"),
+        ("exllamav3", "exl3-3bit"),
+        ("gptqmodel", "gptqmodel-int3"),
     ],
     ("vptq-2bit", "vptq-2bit-learned", "int2-best", "int2-best-codes"): [
         ("flyweight", "vptq-2bit"),
         ("auto-round", "autoround-int2-asym"),
+        ("exllamav3", "exl3-2bit"),
     ],
 }
 # Ours → the peers' that it is held against, at the same group size and symmetry and no more stored
@@ -119,6 +131,13 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
         for ours in LLM_COMPRESSOR
         if not ours.endswith(VARIANTS)
     },
+    **{
+        ours: [
+            *(("llm-compressor", ours + ending) for ending in ("", "-imatrix")),
+            ("gptqmodel", ours.replace("gptq-", "gptqmodel-")),
+        ]
+        for ours in ("gptq-int4", "gptq-int3")
+    },
     "int4-best-symmetric": [
         ("auto-round", "autoround-int4"),
         ("llm-compressor", "gptq-int4"),
@@ -132,6 +151,8 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
         ("llm-compressor", "gptq-int4"),
         ("llm-compressor", "gptq-int4-imatrix"),
         ("llm-compressor", "rtn-int4"),
+        ("exllamav3", "exl3-4bit"),
+        ("gptqmodel", "gptqmodel-int4"),
     ],
     **{
         ours: [rival for rival in rivals if rival != ("flyweight", ours)]
@@ -226,8 +247,51 @@ def auto_round(
     return next(output.rglob("config.json")).parent  # it may add a folder of its own
 
 
-MAKERS = {"llm-compressor": llm_compressor, "auto-round": auto_round}
-PACKAGES = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}
+def gptqmodel(
+    scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int
+) -> Path:
+    stand_in_for_datasets()
+    stand_in_for_hub()
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    torch.manual_seed(seed)
+    settings = QuantizeConfig(
+        bits=GPTQMODEL[scheme], group_size=group_of(model), sym=True, offload_to_disk=False
+    )
+    loaded = GPTQModel.load(str(model), settings, dtype=torch.float32)
+    rows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in tokens]
+    loaded.quantize(rows, batch_size=BATCH)
+    loaded.save(str(output))
+    return output
+
+
+MAKERS = {
+    "llm-compressor": llm_compressor,
+    "auto-round": auto_round,
+    "exllamav3": exl3,
+    "gptqmodel": gptqmodel,
+}
+PACKAGES = {
+    "llm-compressor": "llmcompressor",
+    "auto-round": "auto-round",
+    "exllamav3": "exllamav3",
+    "gptqmodel": "gptqmodel",
+}
+
+
+def stand_in_for_hub() -> None:
+    """GPTQModel takes a regular expression library that has no wheel, for which Python's own does,
+    and functions of a hub that nobody asks here, which transformers has had in one version.
+    """
+    import re
+
+    import huggingface_hub
+    from transformers.utils import hub
+
+    sys.modules.setdefault("pcre", re)
+    for name in ("create_repo", "hf_hub_download", "list_repo_tree", "snapshot_download"):
+        if not hasattr(hub, name):
+            setattr(hub, name, getattr(huggingface_hub, name))
 
 
 def stand_in_for_datasets() -> None:

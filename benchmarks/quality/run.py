@@ -423,19 +423,20 @@ def make_jobs(
     schemes: list[str], tools: list[str], seeds: list[int], recipes: list[str]
 ) -> list[Job]:
     """The first seed before the others, so that a run that is cut short has every scheme once; else
-    as FIRST says.
+    as the schemes are named, or as FIRST says of all.
     """
     from flyweight.quant import recipe
 
     named = recipe.named()
-    wanted = list(named) if schemes == ["all"] else schemes
+    every = schemes == ["all"]
+    wanted = [*named, *recipes] if every else list(dict.fromkeys([*schemes, *recipes]))
     jobs = [Job("original", "fp32", 0)]
-    place = {scheme: i for i, scheme in enumerate(FIRST)}
+    place = {scheme: i for i, scheme in enumerate(FIRST if every else wanted)}
     for part in (seeds[:1], seeds[1:]):
         ours = [
             Job("flyweight", scheme, seed)
             for seed in part
-            for scheme in [*wanted, *recipes]
+            for scheme in wanted
             if scheme in named or scheme in recipes or scheme.startswith("vptq:")
         ]
         theirs = [
@@ -443,7 +444,7 @@ def make_jobs(
             for seed in part
             for tool in tools
             for scheme in peers.SCHEMES[tool]
-            if schemes == ["all"] or scheme in wanted
+            if every or scheme in wanted
         ]
         needed = [job for job in [*theirs, *ours] if job.seed == seeds[0] or calibrated(job)]
         jobs += sorted(needed, key=lambda job: place.get(job.scheme, len(place)))

@@ -27,14 +27,14 @@ from flyweight.quant.grid import (
     smallest_share,
     stored,
 )
-from flyweight.quant.noise import Allowed, quietest, weight_noise
+from flyweight.quant.noise import Allowed, Least, quietest, weight_noise
 from flyweight.quant.statistics import Statistics, quadratic
 from flyweight.tensors import IntGroup
 
 TRIED = 3  # clipped ranges of the least expected error whose true error is measured
 RATIOS = tuple(i / 20 for i in range(20))
 Judge = Callable[
-    [Sequence[Tensor]], float
+    [Sequence[Tensor]], Tensor
 ]  # rounded weights of the siblings, in the original scale → output error
 
 
@@ -75,7 +75,7 @@ def output_error(
     *,
     judge: Judge | None = None,
     compensated: bool = False,
-) -> Callable[[Tensor], float]:
+) -> Callable[[Tensor], Tensor]:
     """Scales → the output error of the weights that are scaled and then rounded.
 
     `compensated`: GPTQ follows and makes up for what errors have in common, so each column's own,
@@ -87,14 +87,14 @@ def output_error(
         settings, ranges="minmax"
     )  # a range search inside another search would cost minutes
 
-    def error(scales: Tensor) -> float:
+    def error(scales: Tensor) -> Tensor:
         rounded = [round_weight(weight * scales, settings) / scales for weight in weights]
         if judge is not None and not compensated:
             return judge(rounded)
         differences = torch.cat(rounded) - torch.cat(weights)
         if compensated:
-            return float((differences.square() * statistics.importance).sum(dtype=torch.float64))
-        return float(((differences @ hessian) * differences).sum(dtype=torch.float64))
+            return (differences.square() * statistics.importance).sum(dtype=torch.float64)
+        return ((differences @ hessian) * differences).sum(dtype=torch.float64)
 
     return error
 
@@ -120,15 +120,13 @@ def search_scales(
         loudness = statistics.importance.sqrt()
     error = output_error(statistics, weights, settings, judge=judge, compensated=compensated)
     ones = torch.ones(statistics.columns, device=weights[0].device)
-    best = (error(ones), 0.0, ones)
+    least = Least(error(ones), ones.new_zeros((), dtype=torch.float64), ones)
     for number, ratio in enumerate(ratios):
         for use_weights in (
             (True, False) if number % 2 else (True,)
         ):  # without the weights is rarely best: half as many tries
             scales = allowed(awq_scales(loudness, weights, ratio, size, use_weights=use_weights))
-            found = error(scales)
-            if found < best[0]:
-                best = (found, ratio, scales)
+            least.offer(error(scales), torch.full_like(least.candidate[0], ratio), scales)
     if not compensated:
         noise = weight_noise(
             torch.cat(list(weights)),
@@ -136,10 +134,10 @@ def search_scales(
             group_size=size,
             symmetric=settings.symmetric,
         )
-        refined = quietest(noise, best[2], allowed)
-        if error(refined) < best[0]:
-            return best[1], refined
-    return best[1], best[2]
+        refined = quietest(noise, least.candidate[1], allowed)
+        least.offer(error(refined), least.candidate[0], refined)
+    chosen, scales = least.candidate
+    return float(chosen), scales
 
 
 def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10) -> Grid:

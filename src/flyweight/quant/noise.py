@@ -80,22 +80,39 @@ def token_noise(x: Tensor, weight: Tensor, loudest: Tensor, *, tokens: int) -> N
     return noise
 
 
+class Least:
+    """The candidate with the least error so far; of equal ones the first.
+
+    The device chooses. A host that asked it for the error of each of thousands of candidates would
+    wait for it as often, and for every other process of that device too.
+    """
+
+    def __init__(self, error: Tensor, *candidate: Tensor) -> None:
+        self.error = error
+        self.candidate = candidate
+
+    def offer(self, error: Tensor, *candidate: Tensor) -> None:
+        better = error < self.error
+        self.error = torch.where(better, error, self.error)
+        self.candidate = tuple(
+            torch.where(better, new, old)
+            for new, old in zip(candidate, self.candidate, strict=True)
+        )
+
+
 def quietest(noise: Noise, scales: Tensor, allowed: Allowed, *, steps: int = STEPS) -> Tensor:
     """Scales near `scales` with the least noise that so many steps find."""
     exponents = allowed(scales).log().requires_grad_()
     optimizer = Adam(exponents, RATE)
-    least = torch.inf
-    best = allowed(scales)
+    least = Least(scales.new_tensor(torch.inf), allowed(scales))
     with torch.enable_grad():
         for _ in range(steps):
             tried = allowed(exponents.exp())
             value = noise(tried)
-            if value.item() < least:
-                least = value.item()
-                best = tried.detach()
+            least.offer(value.detach(), tried.detach())
             (gradient,) = torch.autograd.grad(value.log(), exponents)
             optimizer.step(gradient)
-    return best
+    return least.candidate[0]
 
 
 class Adam:

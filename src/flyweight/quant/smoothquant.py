@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flyweight.quant.noise import Allowed, Noise, quietest, token_noise, weight_noise
+from flyweight.quant.noise import Allowed, Least, Noise, quietest, token_noise, weight_noise
 from flyweight.tensors import quantize_int8_rows
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -40,29 +40,29 @@ def blend(largest: Tensor, heavy: Tensor, alpha: float) -> Tensor:
     return torch.where(largest > 0, scales, torch.ones_like(scales)).clamp(min=1e-4, max=1e4)
 
 
-def w8a8_error(x: Tensor, weights: Sequence[Tensor]) -> Callable[[Tensor], float]:
+def w8a8_error(x: Tensor, weights: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     """Scales → squared output error over all siblings with int8 tokens x [tokens, in] and int8
     channels.
     """
     x = x.float()
     wanted = [x @ weight.float().T for weight in weights]
 
-    def error(scales: Tensor) -> float:
+    def error(scales: Tensor) -> Tensor:
         codes, steps = quantize_int8_rows(x / scales)
         tokens = codes * steps
-        total = 0.0
+        total = x.new_zeros((), dtype=torch.float64)
         for weight, output in zip(weights, wanted, strict=True):
             scaled = weight.float() * scales
             width = (scaled.abs().amax(1, keepdim=True) / 127.5).clamp(min=1e-12)
             rounded = torch.clamp(torch.round(scaled / width), -128, 127) * width
-            total += float((tokens @ rounded.T).sub_(output).square_().mean(dtype=torch.float64))
+            total += (tokens @ rounded.T).sub_(output).square_().mean(dtype=torch.float64)
         return total
 
     return error
 
 
 def search_alpha(
-    error: Callable[[Tensor], float],
+    error: Callable[[Tensor], Tensor],
     sizes: Sequence[Tensor],
     weights: Sequence[Tensor],
     alphas: Sequence[float] = ALPHAS,
@@ -74,14 +74,13 @@ def search_alpha(
     """
     ones = torch.ones_like(sizes[0])
     heavy = heaviest(weights)
-    best = (error(ones), 0.0, ones)
+    least = Least(error(ones), ones.new_zeros((), dtype=torch.float64), ones)
     for size in sizes:
         for alpha in alphas:
             scales = blend(size, heavy, alpha)
-            found = error(scales)
-            if found < best[0]:
-                best = (found, alpha, scales)
-    return best[1], best[2]
+            least.offer(error(scales), torch.full_like(least.candidate[0], alpha), scales)
+    chosen, scales = least.candidate
+    return float(chosen), scales
 
 
 def int8_noise(x: Tensor, weights: Sequence[Tensor], *, largest: Tensor, tokens: int) -> Noise:
@@ -112,4 +111,7 @@ def refine(
     """
     refined = quietest(noise, scales, allowed, steps=REFINE_STEPS)
     error = w8a8_error(x[judges(x)], weights)
-    return min((refined, allowed(scales), torch.ones_like(scales)), key=error)
+    least = Least(error(refined), refined)
+    for candidate in (allowed(scales), torch.ones_like(scales)):
+        least.offer(error(candidate), candidate)
+    return least.candidate[0]

@@ -96,7 +96,7 @@ class Transforms:
             x = self.inputs.spread(group)
             noise = int8_noise(x, weights, largest=found.largest, tokens=found.tokens)
             # the noise takes no product of matrices, and the error of the samples judges its choice
-            alpha, scales = search_alpha(lambda s: float(noise(s)), sizes, weights)
+            alpha, scales = search_alpha(noise, sizes, weights)
             scales = refine(x, weights, scales, noise, allowed)
         elif self.recipe.smooth == "search":
             error = output_error(
@@ -140,11 +140,11 @@ class Transforms:
         wanted = [run(x) for x in inputs]
         sizes = [self.sizes(i, y) for i, y in enumerate(wanted)]
 
-        def judge(weights: Sequence[Tensor]) -> float:
+        def judge(weights: Sequence[Tensor]) -> Tensor:
             self.work.swap(block, group, weights)
-            total = 0.0
+            total = torch.zeros((), dtype=torch.float64, device=self.work.device)
             for x, y, size in zip(inputs, wanted, sizes, strict=True):
-                total += float(((run(x) - y).float() / size).square().sum(dtype=torch.float64))
+                total += ((run(x) - y).float() / size).square().sum(dtype=torch.float64)
             return total
 
         return judge
