@@ -47,6 +47,7 @@ def test_latency_rows_have_the_fields_and_figures_of_the_schema(bench):
         assert row["overall_tok_s"] == pytest.approx(2 * 14 / row["latency_s"], rel=1e-4)
         assert row["share_of_limit"] == pytest.approx(row["decode_tok_s"] / row["limit_tok_s"], rel=1e-4)
         assert row["outlier"] in (True, False) and row["weights_gb"] > 0 and row["kv_gb"] > 0
+        assert row["start_s"] > 0
     assert {row["repeat"] for row in rows} == {1, 2, 3}
     assert [row["scheme"] for row in rows] == ["fp32", "w8a8", "w8a8", "fp32", "fp32", "w8a8"], "they take turns"
     assert rows[0]["bits_per_weight"] == 32 and 8 < rows[1]["bits_per_weight"] < 10
