@@ -34,6 +34,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent / "workshop"))
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
 import beside
+import documents
 import serving
 import table
 from covered import changed, code_of, commit_of, latest, missing, provenance
@@ -464,7 +465,9 @@ def main() -> None:
     write(DOCS / "h200.html", blocks, title="Flyweight on one H200", draw=False, pictures="png")
     for number, ending in DOCUMENTS.items():
         if found := files(f"{number}-*.jsonl"):
-            write_document(number, ending, build(View(latest(read(found)), layout="seed")))
+            rows = latest(read(found))
+            shown = [*documents.opening(number, rows), *build(View(rows, layout="seed"))]
+            write_document(number, ending, shown)
     if (figure := picture(results)).series[0].points:
         draw(figure, DOCS)
     for path in DOCUMENTS_WITH_BLOCKS:

@@ -24,6 +24,9 @@ ended, and a row says that it failed. `--turn FILE`: others that lock this file 
 is started or measured here; with `--start-early` only while it is measured.
 `--first-configs`: vLLM's Triton kernels take the first of the configurations that they would try
 out (of Qwen3-Next's prompts alone there are dozens; steps have fixed ones).
+`--own-late`: our engine of a model starts when that model is measured, and all engines of a model
+end with it, so that more of them fit on one GPU; all that is asked of a model is then measured
+before the next one.
 `--alike`: our engine's experts have the numbers of one (they lie apart, so a step reads as much as
 ever), and a large mixture is there in seconds.
 
@@ -125,8 +128,7 @@ def work(channel: Connection) -> None:
     """Starts an engine and does what it is told, until it is told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     side = channel.recv()
-    if side != "native":
-        importlib.import_module("vllm")
+    importlib.import_module("flyweight.engine.llm" if side == "native" else "vllm")
     order = channel.recv()
     if order["traceback_seconds"]:
         faulthandler.dump_traceback_later(order["traceback_seconds"], repeat=True)
@@ -446,14 +448,14 @@ class Bench:
         sides = self.subject.sides
         self.engines = [Engine(side, self.subject.model, folder, self.options) for side in sides]
 
-    def begin(self) -> None:
+    def begin(self, engines: Sequence[Engine]) -> None:
         limits = self.limits
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
         order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
         layers = None if self.is_folder else self.subject.layers
         order |= dict(traceback_seconds=self.options.traceback_seconds, layers=layers)
         order |= dict(alike=self.options.alike, first_configs=self.options.first_configs)
-        for engine in self.engines:
+        for engine in engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
             else:
@@ -469,8 +471,16 @@ class Bench:
         needed = (self.limits.tokens or 0) * self.facts.kv_bytes(None)
         return self.options.cache_gb or 1 + int(1.1 * needed / 2**30)
 
-    def wait(self, until: float) -> None:
-        for engine in list(self.engines):
+    def late(self) -> list[Engine]:
+        """Those that start when this model is measured."""
+        return [one for one in self.engines if self.options.own_late and one.side == "native"]
+
+    def early(self) -> list[Engine]:
+        late = self.late()
+        return [one for one in self.engines if one not in late]
+
+    def wait(self, engines: Sequence[Engine], until: float) -> None:
+        for engine in engines:
             try:
                 engine.wait(until)
             except Failed as error:
@@ -631,6 +641,7 @@ def parse() -> argparse.Namespace:
     add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
     add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
+    add("--own-late", action="store_true", help="our engines start one model after the other")
     add("--alike", action="store_true", help="our engine's experts have the numbers of one")
     add("--first-configs", action="store_true", help="vLLM's Triton kernels are not tuned")
     add("--no-forks", action="store_true", help="every side imports vLLM itself")
@@ -693,12 +704,21 @@ def start(benches: list[Bench], options: argparse.Namespace, environment: str) -
     begun = time.monotonic()
     for bench in benches:
         bench.id = environment
-        bench.begin()
+        bench.begin(bench.early())
     for bench in benches:
-        bench.wait(begun + options.start_seconds)
+        bench.wait(bench.early(), begun + options.start_seconds)
 
 
 def run(benches: list[Bench], options: argparse.Namespace) -> None:
+    for group in [[bench] for bench in benches] if options.own_late else [benches]:
+        run_together(group, options)
+
+
+def run_together(benches: list[Bench], options: argparse.Namespace) -> None:
+    for bench in benches:
+        late = bench.late()
+        bench.begin(late)
+        bench.wait(late, time.monotonic() + options.start_seconds)
     for bench in benches:
         if options.agree and bench.is_folder and len(bench.engines) > 1:
             bench.agree()

@@ -65,12 +65,12 @@ piece() {
   # vLLM with CUDA graphs and without its compiler, which takes minutes to start
   local graphs='compilation_config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,8]}'
   case $1 in
-    000) flyweight 000 90 000-vptq.jsonl bench kernel --format vptq --shapes $first ;;
-    001) flyweight 001 200 001-vptq.jsonl bench kernel --format vptq --shapes $second ;;
-    002) flyweight 002 300 002-qwen3-4b.jsonl bench latency original=$q4:bf16 w8a16_awq=$q4:w8a16 w8a16_smooth_awq=$q4:w8a16 \
+    000) flyweight 000 60 000-vptq.jsonl bench kernel --format vptq --shapes $first ;;
+    001) flyweight 001 60 001-vptq.jsonl bench kernel --format vptq --shapes $second ;;
+    002) flyweight 002 150 002-qwen3-4b.jsonl bench latency original=$q4:bf16 w8a16_awq=$q4:w8a16 w8a16_smooth_awq=$q4:w8a16 \
       w8a16_sparse_awq=$q4:sparse-w8a16 w8a8_smooth_ptq=$q4:w8a8 w8a8_smooth_gptq=$q4:w8a8 \
       w8a8_sparse_smooth_gptq=$q4:sparse-w8a8 --repeats 3 "${latency[@]}" ;;
-    8b) flyweight 8b 240 latency-qwen3-8b.jsonl bench latency $q8:bf16 $q8:int4 $q8:w8a8 $q8:vptq --repeats 3 "${latency[@]}" ;;
+    8b) flyweight 8b 150 latency-qwen3-8b.jsonl bench latency $q8:bf16 $q8:int4 $q8:w8a8 $q8:vptq --repeats 3 "${latency[@]}" ;;
     8b-fp16) flyweight 8b-fp16 60 latency-qwen3-8b.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound ;;
     steps)
       flyweight steps 120 steps.jsonl bench step $q8:bf16 $q8:int4 $q8:w8a8 $q4:bf16 $q4:w8a8 $q4:w8a16
@@ -128,26 +128,22 @@ piece() {
         vptq) for one in $first $second; do flyweight $1-$one 120 $file bench kernel --format vptq --shapes $one; done ;;
         *) echo "no piece $1"; return 1 ;;
       esac ;;
-    warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement
-      at_once=${AT_ONCE:-6} warm=(--repeats 1 --no-check) scratch=$(mktemp -d)
+    warm) # compiles what the others run, on all cores and without the GPU: beside tests, never beside a measurement
       for model in $q8:{vptq,int4,bf16,w8a8} $q4:{w8a16,w8a8,bf16,sparse-w8a16,sparse-w8a8}; do
-        add "warm-${model#*:}" 200 flyweight bench latency $model "${latency[@]}" "${warm[@]}" -o "$scratch/$model"; done
+        add "warm-${model#*:}" 200 flyweight compile $model --steps 1,8,32,64 --passes 128,256,1024,2048,8192,16384; done
       for size in "${sizes[@]}"; do for scheme in int4-sym int4 w8a16 bf16; do
-        add "warm-$size-$scheme" 200 flyweight bench speed $q2${size:+-}$size:$scheme --input 1 --input 6144 --output 8 \
-          "${warm[@]}" -o "$scratch/$size-$scheme"; done; done
-      for shapes in $first $second; do
-        add "warm-$shapes" 200 flyweight bench kernel --format vptq --shapes $shapes --samples 1 -o "$scratch/$shapes"; done ;;
+        add "warm-$size-$scheme" 200 flyweight compile $q2${size:+-}$size:$scheme --steps 1 --passes 1,6144,14080,14336,16640; done; done
+      add warm-vptq 200 flyweight bench kernel --format vptq --shapes $first,$second --compile-only ;;
     all) for name in 000 001 002 8b 8b-fp16 steps 003 003-transformers profile 004 004-transformers 57b 72b throughput chain \
       attention rows vptq-large startup real-model; do piece $name; done ;;
     *) echo "no piece $1"; return 1 ;;
   esac
 }
 
-at_once=1
 for name in "$@"; do piece "$name"; done
 busy=$(nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits 2>/dev/null | sort -n | tail -1 || true)
-if [[ $at_once = 1 && ${busy:-0} =~ ^[0-9]+$ && ${busy:-0} -gt 5 && -z "${BUSY:-}" ]]; then
+if [[ ${busy:-0} =~ ^[0-9]+$ && ${busy:-0} -gt 5 && -z "${BUSY:-}" ]]; then
   echo "other processes keep the GPU $busy % busy (nvidia-smi names them): end them, or set BUSY=1 if times do not matter" >&2
   exit 1
 fi
-python3 "$root/benchmarks/workshop/commands.py" --at-once $at_once "$plan"
+python3 "$root/benchmarks/workshop/commands.py" "$plan"

@@ -1,16 +1,14 @@
 """Commands one after the other, each in a fresh process that has done its imports while the one
 before it ran.
 
-    benchmarks/workshop/commands.py [--at-once N] FILE      lines of `NAME SECONDS COMMAND
-        ARGUMENTS…` in shell words; COMMAND is
-                                                   `flyweight` or a script
+    benchmarks/workshop/commands.py FILE      lines of `NAME SECONDS COMMAND ARGUMENTS…` in shell
+                                              words; COMMAND is `flyweight` or a script
 
 Importing torch takes longer than many a measurement, and a process for all of them would carry the
 memory of one into the figures of the next. So the next process always stands by: imports done, no
 GPU touched, waiting for its command. What a command prints goes to NAME.log under the temporary
 folder, its last words are shown if it fails, and one that takes longer than its SECONDS is ended,
-so that the others still get their turn: rows are saved as they come. Several at once are for what
-is not timed, such as compiling kernels.
+so that the others still get their turn: rows are saved as they come.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 AHEAD = (
@@ -96,26 +93,24 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 class Plan:
-    def __init__(self, lines: list[list[str]], at_once: int):
-        self.lines, self.at_once, self.begin = lines, at_once, time.monotonic()
-        self.waiting = [wait_for_one() for _ in range(min(at_once, len(lines)))]
-        self.processes = list(self.waiting)
+    def __init__(self, lines: list[list[str]]):
+        self.lines = lines
+        self.begin = time.monotonic()
+        self.processes: list[subprocess.Popen[str]] = []
 
     def run(self) -> int:
         """How many failed."""
-        with ThreadPoolExecutor(self.at_once) as pool:
-            return sum(pool.map(self.run_one, self.lines))
+        if self.lines:
+            self.processes.append(wait_for_one())
+        return sum(map(self.run_one, self.lines))
 
     def run_one(self, line: list[str]) -> bool:
         name, seconds, *command = line
-        process, log, started = (
-            self.waiting.pop(0),
-            Path(tempfile.gettempdir(), f"{name}.log"),
-            time.monotonic(),
-        )
+        process = self.processes[-1]
+        log = Path(tempfile.gettempdir(), f"{name}.log")
+        started = time.monotonic()
         if len(self.processes) < len(self.lines):
-            self.waiting.append(wait_for_one())
-            self.processes.append(self.waiting[-1])
+            self.processes.append(wait_for_one())
         log.unlink(missing_ok=True)
         told = tell(process, [command, str(log)])
         try:
@@ -137,17 +132,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
     plan = Plan(
-        [shlex.split(line) for line in options.plan.read_text().splitlines() if line.strip()],
-        options.at_once,
+        [shlex.split(line) for line in options.plan.read_text().splitlines() if line.strip()]
     )
 
     def stop(*_: object) -> None:
         for process in plan.processes:
             end(process)
-        os._exit(1)  # the threads that wait for them would go on with the next
+        sys.exit(1)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

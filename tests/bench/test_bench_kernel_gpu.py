@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flyweight import gpu
 from flyweight.bench import attention, chain, kernels
 from flyweight.bench.kernels import FORMATS, Case, measure_case
 
@@ -21,6 +22,7 @@ def test_every_format_is_timed_cold_and_hot_and_is_right(format, rows):
     row = next(measure_case(case(format, rows=rows), device=torch.device("cuda"), peers=[], samples=10, bandwidth=4000.0))
     assert row["relative_error"] <= BF16 and row["us_hot"] > 0 and row["host_us"] > 0
     assert 0 < row["us_p10"] <= row["us"] <= row["us_p90"]
+    assert (row["us_alone"] is not None) == gpu.of(0).has_dependent_launch
 
 
 @pytest.mark.parametrize(("format", "peer"), [("w4a16", "torch._weight_int4pack_mm"), ("w8a8", "torch._int_mm"),

@@ -3,11 +3,13 @@
 import json
 
 import pytest
-from tiny_preset import add_tiny
+import transformers
+from tiny_preset import CONFIG, add_tiny
 
 from flyweight import cli, machine
 from flyweight.backends import base
 from flyweight.bench.facts import Variant, comparable, facts_of
+from flyweight.models import presets
 from flyweight.report.read import read
 from flyweight.report.rows import read_jsonl
 
@@ -47,6 +49,7 @@ def test_latency_rows_have_the_fields_and_figures_of_the_schema(bench):
         assert row["overall_tok_s"] == pytest.approx(2 * 14 / row["latency_s"], rel=1e-4)
         assert row["share_of_limit"] == pytest.approx(row["decode_tok_s"] / row["limit_tok_s"], rel=1e-4)
         assert row["outlier"] in (True, False) and row["weights_gb"] > 0 and row["kv_gb"] > 0
+        assert row["start_s"] > 0
     assert {row["repeat"] for row in rows} == {1, 2, 3}
     assert [row["scheme"] for row in rows] == ["fp32", "w8a8", "w8a8", "fp32", "fp32", "w8a8"], "they take turns"
     assert rows[0]["bits_per_weight"] == 32 and 8 < rows[1]["bits_per_weight"] < 10
@@ -108,12 +111,42 @@ def test_transformers_runs_the_same_random_weights_and_chooses_the_same_tokens(b
     assert theirs["weights_gb"] == pytest.approx(ours["weights_gb"], rel=0.02)
 
 
-def test_what_an_engine_cannot_load_is_skipped_with_the_reason_and_not_tried_again(bench):
+@pytest.fixture
+def half(monkeypatch):
+    """AWQ and GPTQ files hold scales in float16."""
+    monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG | dict(dtype="bfloat16"))
+
+
+def test_what_an_engine_cannot_load_is_skipped_with_the_reason_and_not_tried_again(bench, half, monkeypatch):
+    read = []
+
+    def from_pretrained(folder, **_):
+        read.append(json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"])
+        raise ImportError("Loading an AWQ model requires a package.\nInstall it.")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     arguments = ("latency", "preset:tiny:int4", "--backend", "transformers", *SHAPE, "--repeats", 2, "--no-check")
     code, rows, _ = bench(*arguments)
     assert code == 1 and [row["status"] for row in rows] == ["skipped"]
-    assert "no loader for random int4 weights" in rows[0]["reason"]
+    assert rows[0]["reason"].endswith("without another package (Loading an AWQ model requires a package.)")
+    assert read == ["awq"], "the whole model is not written for a loader that is not there"
     assert bench(*arguments)[1] == rows
+    _, rows, _ = bench("latency", "preset:tiny:vptq", *arguments[2:])
+    assert rows[-1]["reason"].startswith("transformers is given no vptq files here")
+
+
+def test_transformers_reads_a_quantized_preset_from_files(bench, half, monkeypatch):
+    folders = []
+
+    def from_pretrained(folder, **options):  # the package that its own loader asks for is not here
+        config = json.loads((folder / "config.json").read_text())
+        folders.append((config["quantization_config"]["bits"], config["hidden_size"]))
+        config.pop("quantization_config")
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    code, rows, error = bench("latency", "preset:tiny:w8a16", "--backend", "transformers", *SHAPE, "--repeats", 1, "--no-check")
+    assert code == 0 and rows[0]["status"] == "ok" and [bits for bits, _ in folders] == [8, 8], error
 
 
 def test_work_beyond_the_context_is_skipped_and_the_rest_is_measured(bench):

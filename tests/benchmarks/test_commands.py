@@ -68,7 +68,7 @@ def test_every_piece_becomes_a_command_line_that_the_package_knows(tmp_path):
     """The plan of all pieces, parsed by the commands themselves: a wrong option would cost time on the machine with the GPU."""
     root = COMMANDS.parents[2]
     stub = tmp_path / "python3"
-    stub.write_text(f"#!/bin/sh\ncp \"$4\" {tmp_path}/plan\n")
+    stub.write_text(f"#!/bin/sh\ncp \"$2\" {tmp_path}/plan\n")
     stub.chmod(0o755)
     for tried in ("", "1"):
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out"), "TEXT": "text.txt", "TRY": tried}

@@ -3,13 +3,14 @@
 import json
 import sys
 from pathlib import Path
-
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import vllm_plugin
 
 from flyweight.bench.facts import Variant, facts_of
+from flyweight.bench.rows import ResultFile
 
 
 def subject(monkeypatch, *arguments):
@@ -40,6 +41,17 @@ def test_vllm_by_itself_makes_random_weights_up(monkeypatch, tmp_path):
 def test_every_side_can_have_fewer_layers(monkeypatch):
     found = subject(monkeypatch, "preset:tiny:int4*1@native,off@1")
     assert found.layers == 1 and found.sides == ("native", "off")
+
+
+def test_our_engine_starts_late_where_that_is_asked_for(monkeypatch, tmp_path):
+    engines = [SimpleNamespace(side="native"), SimpleNamespace(side="off-compiled")]
+    for flags, late in (([], []), (["--own-late"], ["native"])):
+        monkeypatch.setattr(sys, "argv", ["vllm_plugin.py", "preset:tiny:int4@native,off-compiled@1", *flags, "--out", "rows.jsonl"])
+        options = vllm_plugin.parse()
+        bench = vllm_plugin.Bench(vllm_plugin.Subject.parse(options.models[0], options), options, ResultFile(tmp_path / "rows"))
+        bench.engines = engines
+        assert [one.side for one in bench.late()] == late
+        assert bench.early() == [one for one in engines if one.side not in late]
 
 
 def test_prompts_are_captured_where_vllm_would_capture_them(monkeypatch):

@@ -69,6 +69,12 @@ def wanted_by(model, part=0, parts=1):
     return ahead.wanted_by(model, ahead.Target(GPUS["sm_90a"], sequences=16, tokens=64), part=part, parts=parts)
 
 
+def wanted_by_some(model):
+    """By a step of 8 answers, and one of 5 which runs as 8, and by prompts of 60 tokens, which are padded to 64."""
+    target = ahead.Target(GPUS["sm_90a"], sequences=8, tokens=64, steps=(5, 8), passes=(60,))
+    return target.pass_sizes(64), ahead.wanted_by(model, target)
+
+
 def two_kernels():
     """Small ones."""
     return {jit.Wanted("token.cu", (("FP16", 0), ("THREADS", 256), ("WIDTH", width)), None) for width in (256, 512)}

@@ -59,6 +59,14 @@ def test_a_folder_needs_what_its_preset_does(tmp_path):
     assert any(("SPARSE", 1) in one.defines for one in found)
 
 
+def test_steps_and_passes_that_are_named_need_fewer_kernels():
+    sizes, found = in_a_process(dry_runs.wanted_by_some, "preset:tiny:int4")
+    everything = in_a_process(dry_runs.wanted_by, "preset:tiny:int4")
+    assert sizes == [64] and ahead.whole_pass(2000) == 2000, "beyond the captured sizes nothing is padded"
+    assert found < everything and len(found) < len(everything) / 2
+    assert ahead.padded_steps([1, 2, 4, 8], (5, 8, 1)) == [1, 8]
+
+
 def test_layers_of_one_kind_are_asked_once():
     config = preset_config("tiny") | dict(num_hidden_layers=6, sliding_window=512, use_sliding_window=True,
                                           layer_types=["full_attention"] * 2 + ["sliding_attention"] * 4)

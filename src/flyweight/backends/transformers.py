@@ -3,12 +3,15 @@ quantization it can load.
 
 Token times come from a stopping criterion that never stops: it is called after every step. A preset
 is the same random weights that the native engine makes of that name, so that the two can be
-compared token by token.
+compared token by token; a quantized one is written as AWQ or GPTQ files, which transformers loads
+with whatever package and kernel it finds, or says what it lacks.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from flyweight import garbage
@@ -17,6 +20,8 @@ from flyweight.backends.memory import Meter
 from flyweight.clock import Answer, Run, clock
 from flyweight.device import pick_device
 from flyweight.errors import MissingPackageError, OptionError, UnsupportedError
+
+FILES = {"int4": "awq", "int4-sym": "gptq", "w8a16": "gptq"}  # scheme of a preset → file format
 
 
 class Transformers:
@@ -67,33 +72,55 @@ class Transformers:
         garbage.settle()
 
     def _load(self, dtype: Any) -> Any:
+        if not self.model.startswith("preset:"):
+            from flyweight.checkpoint.hub import resolve
+
+            return self._from_folder(resolve(self.model, dtype="float16"), dtype)  # of a GGUF file
+        from flyweight.models.presets import FLOATS
+
+        if (scheme := scheme_of(self.model)) in FLOATS:
+            return self._from_numbers(scheme, dtype)
+        return self._from_files(scheme, dtype)
+
+    def _from_numbers(self, scheme: str, dtype: Any) -> Any:
+        """A preset that is not quantized: its numbers go into a model made by its configuration."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        if self.model.startswith("preset:"):
-            from flyweight.models.presets import FLOATS, PresetWeights
+        from flyweight.models.presets import PresetWeights
 
-            _, preset, *scheme = self.model.split(":")
-            if scheme and scheme[0] not in FLOATS:
-                raise UnsupportedError(
-                    f"transformers has no loader for random {scheme[0]} "
-                    f"weights; give a quantized folder"
-                )
-            weights = PresetWeights(preset, scheme[0] if scheme else "bf16", device=self.device)
-            settings = {
-                name: value for name, value in weights.config.items() if name != "model_type"
-            }
-            with torch.device(self.device):
-                model = AutoModelForCausalLM.from_config(
-                    AutoConfig.for_model(weights.config["model_type"], **settings),
-                    dtype=dtype(weights.config),
-                )
-            fill(model, weights)
-            return model
-        from flyweight.checkpoint.hub import resolve
+        weights = PresetWeights(self.model.split(":")[1], scheme, device=self.device)
+        settings = {name: value for name, value in weights.config.items() if name != "model_type"}
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(weights.config["model_type"], **settings),
+                dtype=dtype(weights.config),
+            )
+        fill(model, weights)
+        return model
+
+    def _from_files(self, scheme: str, dtype: Any) -> Any:
+        """A quantized preset goes through the files that transformers has a loader for."""
+        from flyweight.models.random_folder import write_preset
+
+        if scheme not in FILES:
+            raise UnsupportedError(
+                f"transformers is given no {scheme} files here: they are written of "
+                f"{', '.join(FILES)}"
+            )
+        with tempfile.TemporaryDirectory() as place:
+            # one small layer first: what a loader lacks, it says of that, too
+            tiny = write_preset(f"preset:tiny:{scheme}", Path(place, "tiny"), format=FILES[scheme])
+            self._from_folder(tiny, dtype)
+            folder = Path(place, "model")
+            write_preset(self.model, folder, format=FILES[scheme], device=str(self.device))
+            return self._from_folder(folder, dtype)
+
+    def _from_folder(self, folder: Path, dtype: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
         from flyweight.checkpoint.reader import read_json
 
-        folder = resolve(self.model, dtype="float16")  # of a GGUF file
         try:
             return AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -157,6 +184,11 @@ class TransformersCompiled(Transformers):
     name = "transformers-compiled"
     warm_output = None  # the length of the static cache is compiled in
     compiled = True
+
+
+def scheme_of(preset: str) -> str:
+    _, _, *scheme = preset.split(":")
+    return scheme[0] if scheme else "bf16"
 
 
 def fill(model: Any, weights: Any) -> None:

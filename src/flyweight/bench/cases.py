@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from flyweight.backends.base import Backend, EngineOptions, Limits, create
 from flyweight.bench.facts import ModelFacts, Variant, facts_of, served_facts
 from flyweight.bench.rows import Row
+from flyweight.clock import clock
 from flyweight.errors import (
     FlyweightError,
     MissingPackageError,
@@ -44,6 +45,7 @@ class Case:
     fault: Row | None = None  # why it does not run: status and reason
     running: bool = False
     checked: Row = field(default_factory=dict)  # what the comparison of greedy tokens gave
+    start_s: float | None = None  # of its latest start
 
     @property
     def sampling(self) -> str:
@@ -77,7 +79,9 @@ class Case:
 
     def start(self, limits: Limits, listen: Listen) -> None:
         listen(f"loading {self.title}")
+        begin = clock()
         self.fault = attempt(lambda: self.backend.start(limits))[1]
+        self.start_s = clock() - begin
         self.running = self.fault is None
 
     def stop(self) -> None:

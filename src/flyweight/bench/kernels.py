@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.bench import replay
 from flyweight.bench.peers import PEERS, Peer
 from flyweight.bench.replay import Work
@@ -146,7 +147,7 @@ def measure_case(
     for one in candidates:
         try:
             errors[one.name] = relative_error(one.run(x), expected)
-            works |= works_of(one, x, device)
+            works |= works_of(one, x, device, alone=one is candidates[0])
         except Exception as error:  # someone else's kernel, with requirements of its own
             if one is candidates[0]:
                 raise
@@ -170,6 +171,7 @@ def measure_case(
                 | figures(
                     times[one.name],
                     hot=times[f"{one.name}, hot"],
+                    alone=times.get(f"{one.name}, alone"),
                     torch_times=times["torch"],
                     nbytes=one.nbytes + moved,
                     bandwidth=bandwidth,
@@ -263,13 +265,25 @@ def tensors_of(thing: Any, depth: int = 4) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part, depth - 1)]
 
 
-def works_of(one: Candidate, x: Tensor, device: torch.device) -> dict[str, Work]:
-    """Over copies larger than the cache, and over one weight."""
+def works_of(
+    one: Candidate, x: Tensor, device: torch.device, *, alone: bool = False
+) -> dict[str, Work]:
+    """Over copies larger than the cache, and over one weight; `alone`: also over the copies with
+    each launch after the end of the one before, where launches of this GPU overlap.
+    """
     copies = [one.run, *(one.again() for _ in range(replay.copies_for(one.nbytes, device) - 1))]
-    return {
+    found = {
         one.name: Work(lambda i: copies[i](x), len(copies)),
         f"{one.name}, hot": Work(lambda _: one.run(x)),
     }
+    if alone and device.type == "cuda" and gpu.of(device).has_dependent_launch:
+        found[f"{one.name}, alone"] = Work(lambda i: run_alone(copies[i], x), len(copies))
+    return found
+
+
+def run_alone(run: Run, x: Tensor) -> None:
+    with jit.overlap(False):
+        run(x)
 
 
 def host_us(run: Run, x: Tensor) -> float | None:
@@ -344,6 +358,7 @@ def figures(
     torch_times: list[float] | None,
     nbytes: int,
     bandwidth: float,
+    alone: list[float] | None = None,
 ) -> Row:
     """The figures of a kernel row, under the names of docs/results.md."""
     found = summarize(times)
@@ -354,6 +369,7 @@ def figures(
         "us_p10": found.p10,
         "us_p90": found.p90,
         "us_hot": percentile(hot, 50) if hot else None,
+        "us_alone": percentile(alone, 50) if alone else None,
         "torch_us": torch_us,
         "ratio": found.median / torch_us if torch_us else None,
         "gb_s": rate,

@@ -311,6 +311,7 @@ class Sweep:
             outlier=False,
             **case.backend.memory(),
             **case.checked,
+            start_s=case.start_s,
             seed=self.plan.seed,
             flags=[*flags, *alone, *unsteady(run)],
         )

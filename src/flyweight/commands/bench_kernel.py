@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.options import Device, Threads
+from flyweight.commands.options import Device, Threads, numbers, split
 from flyweight.errors import OptionError, unknown
 
 if TYPE_CHECKING:
@@ -172,17 +172,6 @@ def compile_cases(cases: Sequence[Case], arch: str | None, *, as_json: bool) -> 
             listen=listen,
         )
     show(done, architecture, as_json=as_json)
-
-
-def split(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def numbers(option: str, text: str) -> list[int]:
-    words = split(text)
-    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
-        raise OptionError(f"--{option} {text}: positive whole numbers with commas are wanted")
-    return [int(word) for word in words]
 
 
 def pair(text: str) -> tuple[int, int]:

@@ -47,6 +47,20 @@ def compile(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens in one step; default: the engine's.")
     ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            help="Only what decode steps of so many answers need, with commas; default: of every "
+            "number up to --max-num-seqs."
+        ),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            help="Only what so many tokens of prompts in one step need, with commas; default: "
+            "every number up to --max-num-batched-tokens."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 or float16; default: the model's own.")
     ] = None,
@@ -80,14 +94,28 @@ def compile(
 
         FLYWEIGHT_CACHE=./image flyweight compile smollm2-135m --arch sm_89 --max-num-seqs 64
         --dtype float16
+
+        flyweight compile preset:qwen3-8b:int4 --steps 1,8 --passes 256,2048
     """
+    from flyweight.commands.options import numbers
     from flyweight.engine.ahead import DEFAULTS, Target, wanted_by
     from flyweight.kernels.precompile import precompile
 
     gpu, architecture = pick_gpu(arch, processors)
-    sequences = max_num_seqs or DEFAULTS["cuda"]["max_num_seqs"]
+    step_rows = numbers("steps", steps) if steps else []
+    sequences = max(step_rows, default=max_num_seqs or DEFAULTS["cuda"]["max_num_seqs"])
     tokens = max_num_batched_tokens or max(sequences, DEFAULTS["cuda"]["max_num_batched_tokens"])
-    target = Target(gpu, dtype, sequences, tokens, pick_kv_format(kv_dtype), head, vptq_books)
+    target = Target(
+        gpu,
+        dtype,
+        sequences,
+        tokens,
+        pick_kv_format(kv_dtype),
+        head,
+        vptq_books,
+        steps=tuple(step_rows) or None,
+        passes=tuple(numbers("passes", passes)) if passes else None,
+    )
     workers = workers or os.cpu_count() or 1
     parts = max(1, min(4, workers // len(models)))  # more would only wait for each other's imports
     runs = [

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flyweight.cpu import use_threads
+from flyweight.errors import OptionError
 
 # where and how a model runs
 
@@ -156,3 +157,15 @@ Sampling = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")]
+
+
+def split(text: str) -> list[str]:
+    """Words with commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    words = split(text)
+    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
+        raise OptionError(f"--{option} {text}: positive whole numbers with commas are wanted")
+    return [int(word) for word in words]

@@ -8,6 +8,7 @@ which a test checks for every one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.engine.llm import DEFAULTS
 from flyweight.engine.loading import choose_dtype
 from flyweight.engine.memory import CacheShape
+from flyweight.engine.packed import SIZES as PASS_SIZES
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
@@ -44,6 +46,19 @@ class Target:
     kv_format: KVFormat | None = None  # of the cache; None: the type of activations
     head: str | None = None  # its bits, as `--head` names them; None: as stored
     vptq_books: str | None = None  # as `--vptq-books` names them
+    steps: tuple[int, ...] | None = None  # answers in a decode step; None: every number
+    passes: tuple[int, ...] | None = None  # tokens of prompts in a step; None: every number
+
+    def pass_sizes(self, step: int) -> list[int]:
+        """Numbers of tokens that are run; `step`: between those of hundreds, where all count."""
+        if self.passes is not None:
+            return sorted({whole_pass(tokens) for tokens in self.passes})
+        return row_counts(max(self.tokens, self.sequences), self.gpu, step)
+
+
+def whole_pass(tokens: int) -> int:
+    """With what a prompt alone is padded to for a captured pass."""
+    return next((size for size in PASS_SIZES if size >= tokens), tokens)
 
 
 class Read:
@@ -150,16 +165,23 @@ def run_steps(decoder: Decoder, target: Target) -> None:
     )
     steps = DecodeGraphs(decoder, caches, rows)
     with decoder.active():
-        for size in steps.sizes:
+        for size in padded_steps(steps.sizes, target.steps):
             steps.step(size).launch()
             steps.step(size).advance()
-        # where guesses are checked
-        shared = DecodeGraphs(decoder, caches, SharedRows(rows), sizes=SHARED_SIZES)
-        for size in shared.sizes:
-            shared.step(size).launch()
+        if target.steps is None:  # where guesses are checked
+            shared = DecodeGraphs(decoder, caches, SharedRows(rows), sizes=SHARED_SIZES)
+            for size in shared.sizes:
+                shared.step(size).launch()
         if rows.sampler is not None:
             rows.sampler.prepare(decoder.dtype, torch.float32)
     decoder.blocks = kinds
+
+
+def padded_steps(sizes: Sequence[int], asked: Sequence[int] | None) -> list[int]:
+    """Of the captured sizes those that so many answers run as."""
+    if asked is None:
+        return list(sizes)
+    return sorted({next(size for size in sizes if size >= count) for count in asked})
 
 
 def run_pass(decoder: Decoder, tokens: int, kv_format: KVFormat | None = None) -> None:
@@ -208,8 +230,9 @@ def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> s
             run_steps(decoder, target)
         # where the tiles of experts grow depends on how many there are
         step = 64 if decoder.config.moe is None else 8
-        for tokens in row_counts(max(target.tokens, target.sequences), target.gpu, step)[
-            part::parts
-        ]:
+        for tokens in target.pass_sizes(step)[part::parts]:
             run_pass(decoder, tokens, target.kv_format)
+        for answers in target.steps or ():  # a pass that ends so many prompts
+            hidden = torch.empty(answers, decoder.config.hidden_size, dtype=decoder.dtype)
+            decoder.logits(hidden.to(DEVICE))
     return jit.wanted

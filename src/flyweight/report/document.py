@@ -348,10 +348,24 @@ def serve(view: View) -> list[Block]:
         more_is_better=False,
     )
     for device, part in split(records, lambda one: one["device_name"]).items():
-        table = make_table(f"Backends on {device}", layouts.SERVE[view.layout], part)
+        brief = [one | {"backend": named_briefly(one["backend"])} for one in part]
+        columns = layouts.SERVE[view.layout]
+        table = make_table(f"Backends on {device}", columns, brief if view.seed else part)
         blocks.append(transpose(table, strong=view.seed))
+        options = [
+            one["backend"] for one in part if one["backend"] != named_briefly(one["backend"])
+        ]
+        if view.seed and options:
+            blocks.append(Items(tuple((0, one) for one in options), title="In full"))
     pictures = [*figures.throughput_latency(records), *figures.first_token_bars(records)]
     return [Heading("Serving"), *blocks, *pictures] if blocks else []
+
+
+def named_briefly(backend: str) -> str:
+    """Without options: `vllm (awq, max_model_len=4096)` is "vllm (awq)"."""
+    name, _, options = backend.partition(" (")
+    kind = options.rstrip(")").split(", ")[0]
+    return f"{name} ({kind})" if kind and "=" not in kind else name
 
 
 def transpose(table: Table, *, strong: bool) -> Table:

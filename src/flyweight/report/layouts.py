@@ -45,6 +45,7 @@ KERNEL = {
         Column("p10", "us_p10", ".2f", optional=True),
         Column("p90", "us_p90", ".2f", optional=True),
         Column("hot L2 (µs)", "us_hot", ".2f", optional=True),
+        Column("alone (µs)", "us_alone", ".2f", optional=True),
         Column("torch {torch_name} (µs)", "torch_us", ".2f", optional=True),
         Column("ratio {format} ÷ torch (< 1 is faster)", "ratio", ".2f", optional=True),
         Column("speed-up over torch (×)", "speedup", ".2f", optional=True),

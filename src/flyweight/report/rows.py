@@ -130,6 +130,7 @@ NUMBERS = COUNTS | {
     "us_p10",
     "us_p90",
     "us_hot",
+    "us_alone",
     "host_us",
     "torch_us",
     "ratio",
