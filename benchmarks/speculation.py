@@ -38,8 +38,7 @@ from typing import Any
 
 import torch
 
-from flyweight.engine.llm import LLM
-from flyweight.engine.prompts import Prompt
+from flyweight.engine.llm import LLM, Prompt
 from flyweight.engine.request import Output
 from flyweight.engine.runner import Flight
 from flyweight.engine.scheduler import Work
