@@ -337,10 +337,8 @@ def close(rows: Sequence[Row], out: Path, missed: Sequence[str] = ()) -> None:
     if not any(row["status"] == "ok" for row in rows):
         typer.echo(f"flyweight: nothing could be measured; the reasons are in {out}", err=True)
         raise typer.Exit(1)
-    typer.echo(
-        f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures",
-        err=True,
-    )
+    count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
+    typer.echo(f"{count} in {out}; `flyweight report {out}` makes the tables and figures", err=True)
 
 
 @contextlib.contextmanager

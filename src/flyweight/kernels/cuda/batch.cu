@@ -16,7 +16,6 @@
 #include "linear.cuh"
 #include "piece.cuh"
 #include "output.cuh"
-#include "patience.cuh"
 #include "mail.cuh"
 
 constexpr int BLOCKS = (KDIM + 63) / 64, STEPS = (BLOCKS + 1) / 2, TILES = (NDIM + 15) / 16;

@@ -116,16 +116,7 @@ DEVICE void collect_sums(accumulator (&sum)[OWNED * 4], const accumulator (&acc)
   constexpr int count = (CLUSTER - 1) * OWNED;
   uint4* from = mail_place(mail, tile, rank, 0, 0);
   u32 words[count][4];
-  bool all;
-  Patience patience;
-  do {
-    patience.poll();
-    all = true;
-#pragma unroll
-    for (int i = 0; i < count; i++) load_relaxed(from + i * THREADS, words[i]);
-#pragma unroll
-    for (int i = 0; i < count; i++) all &= !missing<false>(words[i]);
-  } while (!all);
+  await_words(words, [&](int i) { return from + i * THREADS; });
   own_sums(sum, acc, rank);
 #pragma unroll
   for (int i = 0; i < count; i++) {

@@ -69,7 +69,6 @@
 #define PREFETCHED 0  // stages that a producer brings to L2 while it waits for inputs
 #endif
 #if BALANCED
-#include "patience.cuh"
 #include "mail.cuh"
 #endif
 #ifndef GATED_INPUT

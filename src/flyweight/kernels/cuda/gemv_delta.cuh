@@ -15,7 +15,7 @@
 //
 // defines: ADAPTER_RANK (0: none), ADAPTER_PARTS, ADAPTER_SPLITS, ADAPTER_END1, ADAPTER_END2 (where the first and the second part end, where they
 // are no gate and up by turns), ADAPTER_TILES (the most that a CTA has), ADAPTER_HELD (whether B lies in shared memory); needs ROWS 1
-#include "patience.cuh"
+#include "words.cuh"
 #define ADAPTER_ARGUMENTS , const u16 *adapter_a, const u16 *adapter_b, const int *slots, float *low, float *low_before, int words_before
 #define ADAPTER_GIVEN , adapter_a, adapter_b, slots, low, low_before, words_before
 static_assert(ROWS == 1 && SLICES == 1 && !IN_REGISTERS && !INDEXED && KDIM % 8 == 0, "one row, whole, in order, of eights");
@@ -75,16 +75,7 @@ DEVICE void collect_low(AdapterShared& sh, const Linear& a, int lane) {
   for (int first = 0; first < LOW_VECTORS; first += 32 * VECTORS_AT_ONCE) {
     constexpr int COUNT = LOW_VECTORS < 32 * VECTORS_AT_ONCE ? (LOW_VECTORS + 31) / 32 : VECTORS_AT_ONCE;
     u32 words[COUNT][4];
-    bool all;
-    Patience patience;
-    do {
-      patience.poll();
-      all = true;
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) load_relaxed(a.low + 4 * min(first + i * 32 + lane, LOW_VECTORS - 1), words[i]);
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) all &= !missing<false>(words[i]);
-    } while (!all);
+    await_words(words, [&](int i) { return a.low + 4 * min(first + i * 32 + lane, LOW_VECTORS - 1); });
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {

@@ -14,7 +14,6 @@
 //
 // defines: those of gemv.cuh, SHARED_BYTES
 #include "gemv.cuh"
-#include "patience.cuh"
 #include "mail.cuh"
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");

@@ -1,5 +1,6 @@
 #ifndef MAIL_CUH
 #define MAIL_CUH
+#include "words.cuh"
 // Sums that the CTAs of one grid hand to each other: SLICES words to an output, each its own flag (common.cuh). Whoever takes a word
 // empties it again, before the wait of the next kernel is over, so one mail serves all launches of a stream.
 DEVICE u32 letter(float sum) { return __float_as_uint(sum); }
@@ -15,18 +16,7 @@ template <typename Sum> DEVICE Sum take(float* mail, int step) {
 #pragma unroll
   for (int first = 0; first < SLICES; first += together) {
     u32 words[together][1];
-    bool all;
-    Patience patience;
-    do {
-      patience.poll();
-      all = true;
-#pragma unroll
-      for (int i = 0; i < together; i++)
-        if (first + i < SLICES) load_relaxed(mail + (first + i) * step, words[i]);
-#pragma unroll
-      for (int i = 0; i < together; i++)
-        if (first + i < SLICES) all &= !missing<false>(words[i]);
-    } while (!all);
+    await_words(words, [=](int i) { return first + i < SLICES; }, [=](int i) { return mail + (first + i) * step; });
 #pragma unroll
     for (int i = 0; i < together; i++)
       if (first + i < SLICES) {

@@ -40,7 +40,7 @@
 // defines: those of vptq_tables.cuh (PIECES 1), TOKENS (8 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
 // REGISTERS (of a thread at launch), DENSE (there are outliers), PAIRED (0), COMING (0)
 #include "vptq_tables.cuh"
-#include "patience.cuh"
+#include "words.cuh"
 
 #ifndef COMING
 #define COMING 0
@@ -118,22 +118,6 @@ struct Results {
   }
 };
 
-// Until the first `count` of these words are all there.
-template <int MOST, class PLACE> DEVICE void wait_for_letters(u32 (&words)[MOST][4], int count, PLACE place) {
-  bool all_here;
-  Patience patience;
-  do {
-    patience.poll();
-    all_here = true;
-#pragma unroll
-    for (int i = 0; i < MOST; i++)
-      if (i < count) load_relaxed(place(i), words[i]);
-#pragma unroll
-    for (int i = 0; i < MOST; i++)
-      if (i < count) all_here &= !missing<false>(words[i]);
-  } while (!all_here);
-}
-
 #if PAIRED
 constexpr int HALF = COLUMNS / 2, MOST_PAIRS = HALF < 4 ? HALF : 4;    // columns that a CTA of a pair has
 constexpr int LETTERS = HALF > 1 ? HALF - HALF / MOST_PAIRS : 1;       // that other pairs have of ours, at most
@@ -168,7 +152,8 @@ DEVICE void end_in_pairs(const float (&acc)[TOKENS / 2], const Results& results,
     else store_relaxed(all.place(all.pair, j), *(const uint4*)sum);
   }
   u32 words[LETTERS][4];
-  wait_for_letters(words, all.letters(), [&](int i) { return all.letter(i); });
+  const int letters = all.letters();
+  await_words(words, [=](int i) { return i < letters; }, [&](int i) { return all.letter(i); });
 #pragma unroll
   for (int i = 0; i < LETTERS; i++) {
     if (i >= all.letters()) break;
@@ -449,7 +434,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
       float sum[4] = {};
       for (int done = 0; done < sharers; done += LOADED) {
         u32 words[LOADED][4];
-        wait_for_letters(words, sharers - done, [&](int i) { return place(done + i); });
+        const int left = sharers - done;
+        await_words(words, [=](int i) { return i < left; }, [&](int i) { return place(done + i); });
 #pragma unroll
         for (int i = 0; i < LOADED; i++)
           if (done + i < sharers) {
