@@ -87,6 +87,15 @@ def test_few_rows_are_multiplied_with_weights_that_each_warp_copies(kind, rows, 
     test_few_rows_are_multiplied(kind, rows, shape)
 
 
+@pytest.mark.parametrize(("kind", "columns", "warps"), [("int4:128", 2560, 5), ("w8a8", 2560, 7), ("int4:128", 64, 4)])
+def test_warps_that_would_have_no_share_of_a_stage_are_left_out(kind, columns, warps, monkeypatch):
+    monkeypatch.setattr(gpu, "of", lambda _: OLDER)
+    tensor, x = make(kind, (40, columns), 1), torch.randn(1, columns).bfloat16()
+    norm, weight = (1 + 0.1 * torch.randn(columns)).bfloat16(), tiles.prepare(tensor, dtype=torch.bfloat16)
+    assert gemv.fitting_plan(weight.matrix, 1, OLDER, tiles=1).warps == warps
+    assert error(gemv.multiply(weight, x, norm=Norm(norm, 1e-6)), tensor.matmul_reference(norm_of(x, norm))) < 1e-2
+
+
 @pytest.mark.parametrize("held", [1, 9])
 def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monkeypatch):
     weight, x = tiles.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16), torch.randn(1, 640).bfloat16()

@@ -108,7 +108,9 @@ def linear_plan(
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
-    return gemv.fitting_plan(weight.matrix, rows, device, tiles=tiles, more=own, alone=alone)
+    return gemv.fitting_plan(
+        weight.matrix, rows, device, tiles=tiles, more=own, alone=alone, all_warps=True
+    )
 
 
 def unsupported_reason(

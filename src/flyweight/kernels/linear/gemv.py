@@ -76,6 +76,9 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
+FEWEST_WARPS = 4  # that have a thread for each output of a round
+
+
 def own_bytes(device: Gpu) -> int:
     """0 where a copy engine and dependent launches make a producer warp the better choice."""
     return 0 if device.has_dependent_launch else tuned.of(device).gemv.own_bytes
@@ -91,6 +94,13 @@ def _own_units(matrix: Matrix, wanted: Wanted) -> int:
     inputs = units * unit * 64
     fits = not form.grouped or inputs % matrix.group == 0 or matrix.group % inputs == 0
     return units if fits or matrix.group >= matrix.in_features else 1
+
+
+def _busy_warps(matrix: Matrix, wanted: Wanted) -> int:
+    """The fewest that need no more stages for a tile: shares of more would stay empty."""
+    share = _own_units(matrix, wanted) * _unit_blocks(matrix)
+    stages = math.ceil(matrix.blocks / (wanted.warps * share))
+    return max(FEWEST_WARPS, math.ceil(matrix.blocks / (stages * share)))
 
 
 def _unit_blocks(matrix: Matrix) -> int:
@@ -202,10 +212,17 @@ def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> P
 
 @functools.cache
 def fitting_plan(
-    matrix: Matrix, rows: int, device: Gpu, *, tiles: int, more: int = 0, alone: bool = False
+    matrix: Matrix,
+    rows: int,
+    device: Gpu,
+    *,
+    tiles: int,
+    more: int = 0,
+    alone: bool = False,
+    all_warps: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
-    even that is too much.
+    even that is too much. `all_warps`: those that have no share of the last stages, too.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
@@ -218,6 +235,8 @@ def fitting_plan(
         slots=max(1, min(tiles, numbers.gemv.slots // rows)),
         own_bytes=own_bytes(device),
     )
+    if wanted.own_bytes and not all_warps:
+        wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
     several: list[dict[str, Any]] = [
