@@ -17,6 +17,7 @@ from torch import Tensor
 from flyweight.kv_format import KVFormat
 
 NOBODY = -1  # the slot of rows without an adapter
+READ_AT_ONCE = 8192  # tokens of a cache of codes, which are float32 in between
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,17 @@ class KVStorage:
                 self.eight.write(side, pages, new, slots)
             else:
                 pages.flatten(0, 1).index_copy_(0, slots, new)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What the codes of these slots stand for, [tokens, kv_heads, head_dim] each."""
+        assert self.eight is not None
+        size = len(slots), *self.keys.shape[2:]
+        wide = [torch.empty(size, dtype=self.dtype, device=slots.device) for _ in range(2)]
+        for begin in range(0, len(slots), READ_AT_ONCE):
+            part = slice(begin, begin + READ_AT_ONCE)
+            for side, pages in enumerate((self.keys, self.values)):
+                wide[side][part] = self.eight.read(side, pages, slots[part])
+        return wide[0], wide[1]
 
     def write_rows(self, rows: Tensor, slots: Tensor) -> None:
         """[tokens, head_dim] of a cache whose values are a part of its keys."""

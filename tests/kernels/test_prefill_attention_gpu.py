@@ -6,8 +6,10 @@ import torch
 from tuning import retune
 
 from flyweight import gpu
+from flyweight.batch import KVStorage
 from flyweight.kernels import reference
 from flyweight.kernels.attention.prefill import BASE_2
+from flyweight.kv_format import KV_FORMATS
 
 pytestmark = pytest.mark.gpu
 attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
@@ -81,3 +83,21 @@ def test_it_can_be_captured():
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_chunks_behind_codes_of_8_bits_are_read_first(name):
+    spans = [(1, 8191), (777, 0), (1024, 3000), (1, 100), (300, 21)]
+    batch, wide, query, _ = make(spans, heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16)
+    cache = KVStorage.zeros(tuple(wide.keys.shape), torch.bfloat16, torch.device("cuda"), KV_FORMATS[name])
+    slots = torch.arange(wide.keys.shape[0] * 16, device="cuda")
+    keys, values = (pages.flatten(0, 1).nan_to_num() for pages in (wide.keys, wide.values))
+    cache.write(keys, values, slots)
+    read = KVStorage(*(x.view_as(wide.keys) for x in cache.read(slots)))
+    new = [pages.flatten(0, 1)[batch.slots] for pages in (read.keys, read.values)]
+    query = query / 8
+    plan = plans.plan_attention(batch, cache)
+    got = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
+    assert error(got, exact(query, read, batch)) < LIMIT[torch.bfloat16]
+    ((units, _),) = plan.units.values()
+    assert [part.slots is not None for part in units] == [False, True]

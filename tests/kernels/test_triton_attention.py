@@ -9,6 +9,7 @@ from tuning import retune
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
+from flyweight.kernels.attention.prefill import Heads
 from flyweight.kv_format import FP8, INT8
 
 attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
@@ -136,3 +137,19 @@ def test_strided_views_of_a_merged_qkv_are_read_in_place():
     got = attention.paged_attention(views[0], cache, plan, scale=0.1, new=views[1:], tile=TILE)
     want = reference.paged_attention(query, cache, reference.plan_attention(batch, cache), scale=0.1)
     torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
+
+
+def test_chunks_of_codes_are_read_one_sequence_after_the_other(monkeypatch):
+    monkeypatch.setattr("flyweight.batch.READ_AT_ONCE", 7)
+    batch, cache, *_ = make([(20, 13), (1, 9), (30, 0), (12, 3)], heads=4, kv_heads=2, size=64, page=8, format=INT8)
+    monkeypatch.setattr(plans, "_processors", lambda device: 1)
+    heads = Heads(4, 2, 64, torch.float16)
+    (whole, chunks), apart = plans.plan_attention(batch, cache).prompts(heads, 8, codes=True)
+    assert apart == {0, 2, 3}
+    assert whole.slots is None
+    assert chunks.page == 0
+    order = [batch.block_tables[i, p // 8].item() * 8 + p % 8 for i, length in ((0, 33), (3, 15)) for p in range(length)]
+    assert chunks.slots.tolist() == order
+    assert sorted(map(tuple, chunks.records.tolist())) == [(0, 0, 20, 13), (33, 51, 12, 3)]  # base, token, tokens, position
+    for side, (found, pages) in enumerate(zip(cache.read(chunks.slots), (cache.keys, cache.values), strict=True)):
+        assert torch.equal(found, cache.eight.read(side, pages, chunks.slots))

@@ -46,6 +46,12 @@ def test_other_weights_and_experts_stay_as_they_are():
     assert not isinstance(expert, ByteVectorQuant)
 
 
+def test_a_model_without_such_weights_says_so_where_bytes_are_asked_for():
+    LLM("preset:tiny:int4", device="cpu", native=False)
+    with pytest.raises(OptionError, match="this model has none"):
+        LLM("preset:tiny:int4", device="cpu", vptq_books="int8")
+
+
 def test_an_engine_reads_the_rounded_codebooks():
     prompts = [[5, 9, 2, 77, 31]]
     rounded = narrow_books(weights(), "int8", CPU).linear(DOWN).dequantize()

@@ -23,18 +23,19 @@ EXPERTS = ".experts."
 
 def narrow_books(weights: Weights, books: str | None, device: torch.device) -> Weights:
     """`weights`, with codebooks as `books` names them (None: in bytes on a GPU)."""
-    if books is None:
-        books = IN_BYTES if device.type == "cuda" else AS_STORED
-    if books not in (IN_BYTES, AS_STORED):
-        raise OptionError(unknown("--vptq-books", books, [IN_BYTES, AS_STORED]))
-    return NarrowBooks(weights, device) if books == IN_BYTES else weights
+    if books not in (None, IN_BYTES, AS_STORED):
+        raise OptionError(unknown("--vptq-books", str(books), [IN_BYTES, AS_STORED]))
+    wanted = books or (IN_BYTES if device.type == "cuda" else AS_STORED)
+    return weights if wanted == AS_STORED else NarrowBooks(weights, device, asked=books is not None)
 
 
 class NarrowBooks:
     """Weights as they are, but for codebooks that a kernel reads in bytes."""
 
-    def __init__(self, weights: Weights, device: torch.device):
+    def __init__(self, weights: Weights, device: torch.device, *, asked: bool):
         self.weights = weights
+        self.asked = asked
+        self.count = 0
         self.device = device  # where every item is looked at: on a host it would take minutes
         self.config: dict[str, Any] = weights.config
 
@@ -58,7 +59,13 @@ class NarrowBooks:
         found = self.weights.linear(prefix)
         if not isinstance(found, VectorQuant) or EXPERTS in prefix or not takes_byte_books(found):
             return found
+        self.count += 1
         return found.to(self.device).in_bytes()
 
     def check_used(self) -> None:
         self.weights.check_used()
+        if self.asked and not self.count:
+            raise OptionError(
+                f"--vptq-books {IN_BYTES} is for VPTQ weights, vectors of 8 with up to 8,192 + 256 "
+                "entries and no outliers, and this model has none: leave it out"
+            )

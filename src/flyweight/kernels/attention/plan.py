@@ -6,6 +6,7 @@ nothing waits for the device.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy
 import torch
@@ -53,35 +54,50 @@ class Plan:
         ] = {}
         self.units: dict[Heads, tuple[list[Units], frozenset[int]]] = {}
 
-    def prompts(self, heads: Heads, page: int | None) -> tuple[list[Units], frozenset[int]]:
+    def prompts(
+        self, heads: Heads, page: int, *, codes: bool
+    ) -> tuple[list[Units], frozenset[int]]:
         """What prefill_attention.cu takes, and which sequences those are: whole prompts, and chunks
         of others where they fill half the GPU (the Triton kernel cuts long contexts of few rows)
-        and pages are what that kernel reads (`page` tokens each, or None).
+        and that kernel reads pages of so many tokens, or `codes`, which are read before it.
         """
         if heads not in self.units:
             device = self.batch.tokens.device
-            width = self.batch.block_tables.shape[1]
             whole = {i: Span(*span, span[0]) for i, span in enumerate(self.spans) if self.fresh(i)}
-            chunks = {
-                i: Span(*span, i * width)
-                for i, span in enumerate(self.spans)
+            chunks = [
+                i
+                for i, (_, new, _) in enumerate(self.spans)
                 if i not in whole
-                and span[1] >= FRESH_FROM
+                and new >= FRESH_FROM
                 and not self.window
-                and page is not None
-                and page % prefill.BOX == 0
-            }
-            if sum(
-                -(-span.new // heads.tokens) for span in chunks.values()
-            ) * heads.kv_heads * 2 < _processors(device):
-                chunks = {}
-            cuts = [
-                Units.cut(list(spans.values()), heads, where, device)
-                for spans, where in ((whole, 0), (chunks, page or 0))
-                if spans
+                and (codes or page % prefill.BOX == 0)
             ]
+            if sum(
+                -(-self.spans[i][1] // heads.tokens) for i in chunks
+            ) * heads.kv_heads * 2 < _processors(device):
+                chunks = []
+            cuts = [Units.cut(list(whole.values()), heads, 0, device)] if whole else []
+            if chunks and codes:
+                cuts.append(self._read_chunks(chunks, heads, page))
+            elif chunks:
+                width = self.batch.block_tables.shape[1]
+                spans = [Span(*self.spans[i], i * width) for i in chunks]
+                cuts.append(Units.cut(spans, heads, page, device))
             self.units[heads] = cuts, frozenset(whole) | frozenset(chunks)
         return self.units[heads]
+
+    def _read_chunks(self, chunks: Sequence[int], heads: Heads, page: int) -> Units:
+        """Of sequences whose keys and values are read one sequence after the other."""
+        tables = self.batch.block_tables
+        inside = torch.arange(page, device=tables.device)
+        spans, slots, base = list[Span](), list[Tensor](), 0
+        for i in chunks:
+            length = self.spans[i][2]
+            spans.append(Span(*self.spans[i], base))
+            blocks = tables[i, : -(-length // page)].long()
+            slots.append((blocks[:, None] * page + inside).flatten()[:length])
+            base += length
+        return Units.cut(spans, heads, 0, tables.device, torch.cat(slots))
 
     def fresh(self, sequence: int) -> bool:
         _, new, length = self.spans[sequence]
@@ -225,7 +241,9 @@ class FixedPlan(Plan):
             cut.launch(device, place) for cut, place in zip(other.padded, self.places, strict=True)
         ]
 
-    def prompts(self, heads: Heads, page: int | None) -> tuple[list[Units], frozenset[int]]:
+    def prompts(
+        self, heads: Heads, page: int, *, codes: bool
+    ) -> tuple[list[Units], frozenset[int]]:
         return [], frozenset()
 
     def cut(

@@ -1,7 +1,8 @@
 """Attention of prompts on Hopper: host side of cuda/prefill_attention.cu.
 
 `Units` is how the work is cut up, made once for a step and used by all its layers: whole prompts
-are read from the step's own keys and values, chunks behind a cached prefix from pages. Scores are
+are read from the step's own keys and values, chunks behind a cached prefix from pages; codes of 8
+bits are made numbers of first, which takes far less than the attention to them. Scores are
 in base 2, since rope scales q (`rope.attention_scales`). What stays with the kernels of
 triton.py: sliding windows, rows too few to fill the GPU (which are cut along the cache
 there), other head sizes, other GPUs.
@@ -117,10 +118,18 @@ class Units:
 
     records: Tensor  # int32 [tiles, 4]: base, token, tokens, position
     section: int  # kv heads that are worked on at the same time
-    page: int  # 0: keys and values are the step's own
+    page: int  # 0: keys and values follow each other, the step's own or those of `slots`
+    slots: Tensor | None = None  # int64 [tokens]: where the cache has their codes
 
     @classmethod
-    def cut(cls, spans: Sequence[Span], heads: Heads, page: int, device: torch.device) -> Units:
+    def cut(
+        cls,
+        spans: Sequence[Span],
+        heads: Heads,
+        page: int,
+        device: torch.device,
+        slots: Tensor | None = None,
+    ) -> Units:
         records = [
             (
                 span.base,
@@ -136,7 +145,8 @@ class Units:
         section = max(
             n for n in range(1, heads.kv_heads + 1) if heads.kv_heads % n == 0 and n <= fitting
         )
-        return cls(upload(device, numpy.array(records, dtype=numpy.int32))[0], section, page)
+        found = upload(device, numpy.array(records, dtype=numpy.int32))[0]
+        return cls(found, section, page, slots)
 
 
 def attend(

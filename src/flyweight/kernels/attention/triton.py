@@ -284,7 +284,7 @@ def paged_attention(
     units = list[Units]()
     apart = frozenset[int]()
     if fresh and prefill.takes(own, query.device, scale):
-        units, apart = plan.prompts(own, cache.block_size if cache.eight is None else None)
+        units, apart = plan.prompts(own, cache.block_size, codes=cache.eight is not None)
     runs, launches = plan.cut(
         heads // kv_heads,
         kv_heads,
@@ -302,6 +302,8 @@ def paged_attention(
     for part in units:
         assert new is not None
         keys, values = (cache.keys, cache.values) if part.page else new
+        if part.slots is not None:
+            keys, values = cache.read(part.slots)
         prefill.attend(
             query, keys, values, out, units=part, heads=own, tables=plan.batch.block_tables
         )

@@ -239,12 +239,13 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   __shared__ u32 affine_here[G * HEAD_DIM];
   __shared__ float of_warps[WARPS];
 #endif
-  const int split = blockIdx.x % splits, unit = blockIdx.x / splits % UNITS, sequence = blockIdx.x / splits / UNITS;
+  // First splits come first: of a short context no other one has anything to do, and the first CTAs have a place the soonest.
+  const int row = blockIdx.x % (sequences * UNITS), split = blockIdx.x / (sequences * UNITS), unit = row % UNITS, sequence = row / UNITS;
   const int head = unit / ITEMS, item = unit % ITEMS;
   const int own = ITEMS == 1 ? G : min(G, SHARING - item * G);  // query heads; the others of G are zeros, which nobody looks at
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   launch_dependents();
-  const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
+  const int length = lengths[sequence], newest = length - 1;
   const int span = WINDOW ? min(length, WINDOW) : length;
   const Run tokens = run_of(length, split, max(1, min(splits, span / SHORTEST)));
   if (split >= tokens.used || length == 0) {

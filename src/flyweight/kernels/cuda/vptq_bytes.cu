@@ -22,6 +22,10 @@ constexpr u32 X_AT = (BYTE_BOOK + BYTE_RESIDUAL + 511) / 512 * 512;
 constexpr u32 CHUNK_X = ROWS == 1 ? 512 : 1024;  // bytes of the x of a chunk
 static_assert(OWN && POS_BITS == 3 && PIECES == 1 && ITEM_BYTES == 3 && ROWS <= 2, "what vptq.cuh says of OWN");
 
+#ifndef DEPTH
+#define DEPTH 4
+#endif
+
 typedef int Products[ROWS][8];
 
 // Shared addresses of the books and, of this chunk and lane, of x; the copy of the residual book is this lane's.
@@ -187,17 +191,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   const Inputs in = {x, norm, part.affine, part.source, in_features, rows};
   const Outputs out = {bias, rest, y, width, part.first, part.outputs, 8, rows};
 
-  // This warp's run of chunks. Two are on their way before we wait: they depend on no other kernel.
+  // This warp's run of chunks. The first are on their way before we wait: they depend on no other kernel.
   const int total = here * chunks, begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
   const char* next = part.stream + ((size_t)block0 * chunks + begin) * CHUNK_BYTES;
-  u32 words[2][WORDS];
+  u32 words[DEPTH][WORDS];
   const auto fetch = [&](int slot, int at) {
     if (at >= end) return;
     load_chunk(words[slot], next, lane);
     next += CHUNK_BYTES;
   };
-  fetch(0, begin);
-  fetch(1, begin + 1);
+#pragma unroll
+  for (int slot = 0; slot < DEPTH; slot++) fetch(slot, begin + slot);
   if constexpr (RES_BITS > 0) {
     constexpr int COUNT = 1 << RES_BITS;
     for (int i = threadIdx.x; i < COUNT * 2; i += THREADS) {  // two threads an entry; neighbours begin with different copies
@@ -218,12 +222,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   const u32 own_x = kept(shared + X_AT + column_lane(lane) * 4), residual = kept(shared + BYTE_BOOK + lane % COPIES * 8);
   int block = begin / chunks, chunk = begin % chunks;
 #pragma unroll 1
-  for (int at = begin; at < end; at += 2) {
+  for (int at = begin; at < end; at += DEPTH) {
 #pragma unroll
-    for (int slot = 0; slot < 2; slot++) {
+    for (int slot = 0; slot < DEPTH; slot++) {
       if (at + slot >= end) break;
       take_chunk_of_bytes(acc, words[slot], {shared, residual, own_x + chunk * CHUNK_X});
-      fetch(slot, at + slot + 2);
+      fetch(slot, at + slot + DEPTH);
       const bool finished = ++chunk == chunks;
       if (finished || at + slot == end - 1) flush_bytes(acc, partial + (warp + block) * SUMS_HERE, lane);
       if (finished) chunk = 0, block++;
