@@ -13,14 +13,15 @@
 probabilities that the engine reports (captured steps where there are some) with a float32 model in
 plain torch on the same weights. The measure is the same model in 16 bits through torch's own
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
-long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
-`variants` times steps with qkv and attention in one kernel or apart, experts added up by their
-second linear or by a kernel of its own, weights brought to L2 by routers or not; `prompts` says
-how long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a layer
-takes in models of more and fewer layers, of as many layers with the weights of few, and where all
-tokens have the same experts; `latent` the attention of prompts whose values are narrower than their
-keys. In these all experts of a model have the numbers of one: they lie apart, so a step
-reads as much as ever, and a large mixture is there in seconds.
+long prompt; shares of a copy's bandwidth are of all bytes that a step has to move
+(`flyweight/limit.py`), and of linears without routers and states. `kernels` lists the launches of
+the layers of a captured step; `both` does both. `variants` times steps with qkv and attention in
+one kernel or apart, experts added up by their second linear or by a kernel of its own; `prompts`
+says how long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a
+layer takes in models of more and fewer layers, of as many layers with the weights of few, and where
+all tokens have the same experts; `latent` the attention of prompts whose values are narrower than
+their keys. In these all experts of a model have the numbers of one: they lie apart, so a step reads
+as much as ever, and a large mixture is there in seconds.
 """
 
 from __future__ import annotations
@@ -110,12 +111,10 @@ class Way:
     name: str
     separate: str | None = None  # why qkv and attention are two kernels
     summed: bool = True  # whether the second linear adds experts up
-    ahead: bool = True  # whether routers bring the next layer's weights to L2
 
 
 WAYS = (
     Way("as it is"),
-    Way("nothing brought to L2", ahead=False),
     Way("attention apart", separate="asked for"),
     Way("experts added up apart", summed=False),
     Way("both apart", separate="asked for", summed=False),
@@ -267,7 +266,15 @@ def load(name: str) -> LLM:
     usual = Linear.load
     Linear.load = one_for_all(usual)  # type: ignore[method-assign,assignment]
     try:
-        return LLM(f"preset:{name}", device=DEVICE, max_model_len=2560, max_num_seqs=1, blocks=192)
+        # without a prefix cache, which would cut a prompt otherwise the second time
+        return LLM(
+            f"preset:{name}",
+            device=DEVICE,
+            max_model_len=2560,
+            max_num_seqs=1,
+            blocks=192,
+            prefix_cache=False,
+        )
     finally:
         Linear.load = usual  # type: ignore[method-assign]
 
@@ -320,20 +327,31 @@ def speed(name: str, llm: LLM) -> dict[str, Any]:
     prompts = [run(PROMPT, 1) for _ in range(4)]
     steps = llm.engine.runner.steps
     copied = copy_bandwidth(torch.device(DEVICE))
+    rate = 256 / seconds / copied / 1e9
+    weights = llm.decoder.step_nbytes
+    states = llm.decoder.state_nbytes
     return dict(
         kind="family speed",
         preset=name.partition("@")[0],
         layers=llm.config.layers,
         batch=1,
         tok_s=round(256 / seconds, 1),
-        bytes_a_step=llm.decoder.step_nbytes,
+        bytes_a_step=weights,
+        state_bytes_a_step=states,
         copy_gb_s=round(copied),
-        share_of_copy=round(llm.decoder.step_nbytes * 256 / seconds / copied / 1e9, 3),
+        share_of_copy=round((weights + states) * rate, 3),
+        share_of_linears=round((weights - routers(llm)) * rate, 3),
         prompt_ms=round(1e3 * min(prompts[1:]), 2),
         captured=steps is not None,
         why_not=unsupported_reason(llm.decoder, PAGE),
         qkv_apart=None if steps is None else next(iter(steps.steps.values())).decode.separate,
     )
+
+
+def routers(llm: LLM) -> int:
+    """Bytes of a step that choose experts."""
+    mixtures = (block.mlp for block in llm.decoder.blocks)
+    return sum(one.router_nbytes for one in mixtures if isinstance(one, Experts))
 
 
 def tokens_a_second(llm: LLM) -> float:
@@ -393,12 +411,10 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
     assert isinstance(steps, DecodeGraphs)
     row = dict(kind="family variants", preset=name.partition("@")[0], layers=llm.config.layers)
     sum_plan = experts.sum_plan
-    most_ahead = experts.MOST_AHEAD
 
     def capture(way: Way) -> None:
         steps.separate = way.separate
         experts.sum_plan = sum_plan if way.summed else lambda *_: None  # type: ignore[assignment]
-        experts.MOST_AHEAD = most_ahead if way.ahead else 0
         steps.steps.clear()
         steps.graphs.clear()
         gc.collect()

@@ -76,6 +76,7 @@ GLM_MOE = dict(
     first_k_dense_replace=1,
     routed_scaling_factor=1.7,
 )
+EXPERTS = dict(num_local_experts=6, num_experts_per_tok=2)
 GPT_OSS = dict(
     num_local_experts=4,
     num_experts_per_tok=2,
@@ -184,6 +185,25 @@ MODELS = {
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5 states alone": ("qwen3_5_text", DELTA | dict(layer_types=["linear_attention"] * 3)),
     "qwen3_5_moe": ("qwen3_5_moe_text", QWEN3_NEXT),
+    "gemma": ("gemma", {}),
+    "gemma untied, biases": ("gemma", dict(attention_bias=True, tie_word_embeddings=False, rope_parameters=LINEAR)),
+    "mixtral": ("mixtral", EXPERTS),
+    "mixtral window, tied": ("mixtral", EXPERTS | dict(sliding_window=6, head_dim=None, tie_word_embeddings=True)),
+    "minimax_m2": ("minimax_m2", EXPERTS | dict(rotary_dim=4)),
+    "minimax_m2 yarn": ("minimax_m2", EXPERTS | dict(rope_parameters=YARN)),
+    "olmoe": ("olmoe", dict(num_experts=6, num_experts_per_tok=3)),
+    "olmoe biases": ("olmoe", dict(num_experts=6, num_experts_per_tok=3, attention_bias=True,
+                                   norm_topk_prob=True, num_key_value_heads=6)),
+    "exaone4": ("exaone4", dict(num_hidden_layers=5, sliding_window=5)),
+    "exaone4 no window, tied": ("exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss biases": ("seed_oss", dict(attention_bias=False, attention_out_bias=True, mlp_bias=True)),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5 biases": ("ernie4_5", dict(use_bias=True, tie_word_embeddings=False, rope_parameters=YARN)),
+    "dots1": ("dots1", GLM_MOE),
+    "dots1 windows, groups": ("dots1", GLM_MOE | dict(
+        n_group=4, topk_group=2, sliding_window=5, max_window_layers=2, attention_bias=True, norm_topk_prob=True)),
+    "cwm": ("cwm", dict(sliding_window=5, num_hidden_layers=5)),
 }
 LENGTHS = (23, 3, 12)
 HYBRIDS = ("qwen3_next", "qwen3_5")
@@ -198,7 +218,7 @@ def make(name, folder=None):
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    zero_centred = model_type.startswith("gemma")
+    zero_centred = model_type.startswith("gemma")  # 1 + weight
     shifted = model_type.startswith(HYBRIDS)  # all norms are 1 + weight but those of DeltaNet
     with torch.no_grad():
         for key, parameter in [*model.named_parameters(), *model.named_buffers()]:

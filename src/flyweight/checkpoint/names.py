@@ -7,6 +7,9 @@ from __future__ import annotations
 ROUTER = "mlp.gate.weight"  # never quantized, as little as the gate of the shared expert
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 ROUTER_CORRECTION = "mlp.gate.e_score_correction_bias"
+# of Mixtral and MiniMax-M2
+BLOCK_ROUTER = "block_sparse_moe.gate.weight"
+BLOCK_ROUTER_CORRECTION = "block_sparse_moe.e_score_correction_bias"
 
 # families whose q_proj gives a gate beside each query
 GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -16,6 +19,7 @@ HEAD_DIMS = {
     "qwen3": 128,
     "glm": 128,
     "glm4": 128,
+    "gemma": 256,
     "gemma2": 256,
     "gemma3_text": 256,
     "gpt_oss": 64,

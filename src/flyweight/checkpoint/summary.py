@@ -14,7 +14,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from flyweight.checkpoint.names import ROUTER, ROUTER_CORRECTION, SHARED_GATE
+from flyweight.checkpoint.names import (
+    BLOCK_ROUTER,
+    BLOCK_ROUTER_CORRECTION,
+    ROUTER,
+    ROUTER_CORRECTION,
+    SHARED_GATE,
+)
 from flyweight.checkpoint.reader import Checkpoint, Entry
 from flyweight.tensors import (
     Float8,
@@ -28,7 +34,15 @@ from flyweight.tensors import (
 )
 
 LINEAR = re.compile(
-    r"(?P<prefix>(?:.*\.layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]*?_proj(?:_\w+)?|lm_head))\.(?P<part>.+)"
+    r"(?P<prefix>(?:.*\.layers\.(?P<layer>\d+)\.)?"
+    r"(?P<module>[\w.]*?_proj(?:_\w+)?|[\w.]*\.experts\.\d+\.w[123]|lm_head))\.(?P<part>.+)"
+)
+ROUTERS = (
+    ROUTER,
+    SHARED_GATE,
+    ROUTER_CORRECTION,
+    BLOCK_ROUTER,
+    BLOCK_ROUTER_CORRECTION,
 )
 
 
@@ -180,11 +194,7 @@ def _kind_of(name: str) -> str:
         return "embedding"
     if ".experts." in name and not name.endswith("bias"):
         return f"mlp.experts.* ({name.rpartition('.')[2]}, in one tensor)"
-    return (
-        "routers"
-        if name.endswith((ROUTER, SHARED_GATE, ROUTER_CORRECTION)) or ".mlp.router." in name
-        else "norms, biases"
-    )
+    return "routers" if name.endswith(ROUTERS) or ".mlp.router." in name else "norms, biases"
 
 
 def _summary(checkpoint: Checkpoint, groups: tuple[Group, ...]) -> Summary:

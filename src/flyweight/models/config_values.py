@@ -132,7 +132,10 @@ def read_rope(data: Data, head_dim: int, max_positions: int) -> RopeConfig:
         "rope_theta",
         10000.0,
     )
-    partial = scaling.pop("partial_rotary_factor", None) or data.get("partial_rotary_factor") or 1.0
+    partial = scaling.pop("partial_rotary_factor", None) or data.get("partial_rotary_factor")
+    if partial is None and data.get("rotary_dim"):  # of MiniMax-M2's files
+        partial = count(data, "rotary_dim") / head_dim
+    partial = partial or 1.0
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise CheckpointError(

@@ -273,17 +273,10 @@ class DecodeStep:
             self.stage.place = 0
             if (taps := decoder.taps) is not None:
                 taps.begin(self.hidden)
-            following = [*(block.qkv for block in decoder.blocks[1:]), None]
-            for block, after in zip(decoder.in_turn(), following, strict=True):
+            for block in decoder.in_turn():
                 if taps is not None:
                     taps.take(block.index, self.hidden)
-                block.run(
-                    self.hidden,
-                    self.stage,
-                    in_place=True,
-                    buffers=self.buffers,
-                    following=after,
-                )
+                block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
             if taps is not None:
                 taps.take(len(decoder.blocks), self.hidden)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)

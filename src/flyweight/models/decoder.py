@@ -36,6 +36,7 @@ from flyweight.models.layers import (
     load_tensor,
     read_embedding,
 )
+from flyweight.models.moe import Experts
 from flyweight.models.plan import ROPE, Group
 from flyweight.models.rope import all_tables, long_border, long_rows
 from flyweight.models.standard import plan_of
@@ -196,7 +197,15 @@ class Decoder:
                 inside = latent is not None and linear is latent.kv_b
                 nbytes = latent.nbytes if latent is not None and inside else linear.nbytes
                 total += nbytes * (share if group.routed else 1.0)
+            if isinstance(block.mlp, Experts):
+                total += block.mlp.router_nbytes
         return int(total)
+
+    @property
+    def state_nbytes(self) -> int:
+        """What a decode step of one sequence reads of the states of its layers, and writes back."""
+        states = (block.delta.shape.state for block in self.blocks if block.delta is not None)
+        return 2 * sum(state.nbytes(self.dtype) for state in states)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

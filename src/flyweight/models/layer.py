@@ -149,11 +149,10 @@ class Block:
         rows: Tensor | None = None,
         in_place: bool = False,
         buffers: Buffers | None = None,
-        following: Linear | None = None,
     ) -> Tensor:
         """[..., tokens, hidden] → the same, residual included. `rows`: the tokens whose results are
         wanted; keys and values are those of all. `in_place`: the result may take the place of the
-        input. `following`: what multiplies next, behind this layer.
+        input.
         """
         plan = self.plan
         attended = stage.attend(self, hidden)
@@ -177,7 +176,6 @@ class Block:
                 buffers=buffers,
                 lengths=stage.lengths,
                 adapters=adapters,
-                following=following,
             )
         y = self.o.project(attended, adapters=adapters)
         hidden = self._add(hidden, y, plan.after_attention, out)

@@ -44,11 +44,8 @@ class GatedMlp:
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
         adapters: Tensor | None = None,
-        following: Linear | None = None,
     ) -> Tensor:
-        """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes;
-        `following`: what multiplies next, of which experts make use.
-        """
+        """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes."""
         rows = hidden.numel() // hidden.shape[-1]
         adapted = adapters is not None
         handover = self.down.negotiate(self.gate_up, rows, self.plan.activation, adapted=adapted)

@@ -154,6 +154,12 @@ class Experts:
         )
 
     @property
+    def router_nbytes(self) -> int:
+        """Of the weights that choose experts, and the shared expert's share."""
+        gate = 0 if self.shared_gate is None else self.shared_gate.numel() * torch.float32.itemsize
+        return self.router.weight.nbytes + gate
+
+    @property
     def first_group(self) -> Group | None:
         """None: no single group's output becomes the layer's."""
         return None
@@ -189,10 +195,9 @@ class Experts:
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
         adapters: Tensor | None = None,
-        following: Linear | None = None,
     ) -> Tensor:
         """residual + experts(norm(hidden)); rows of length 0 are padding. Experts have no adapters:
-        loading refuses them. `following`: what multiplies next.
+        loading refuses them.
         """
         if (
             self.grouped is not None
@@ -202,9 +207,7 @@ class Experts:
         ):
             flat = hidden.reshape(-1, hidden.shape[-1])
             target = None if out is None else out.view(-1, out.shape[-1])
-            ahead = None if following is None else following.fused.first_read
-            out = self.grouped.project(flat, target, norm=norm, lengths=lengths, ahead=ahead)
-            return out.view(hidden.shape)
+            return self.grouped.project(flat, target, norm=norm, lengths=lengths).view(hidden.shape)
         y = self(hidden if norm is None else self.ops.normalize(hidden, norm))
         if residual is not None:
             return torch.add(y, residual, out=out)

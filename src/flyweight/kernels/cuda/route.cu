@@ -21,8 +21,7 @@
 // then is one choice more, and the experts' own linears multiply it too.
 // combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
 // how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
-// Limit: latency; of route with many tokens reads of shared memory, of combine bytes / bandwidth. Until the experts are known nobody reads
-// weights, so route asks for `next_lines` lines of `next`, what the layer after this one begins with, to lie in L2 by then.
+// Limit: latency; of route with many tokens reads of shared memory, of combine bytes / bandwidth.
 //
 // Of few tokens both stand between kernels that take half an SM each and work at one pace only where every SM has one CTA of
 // each. The host therefore reserves shared memory for them, and registers are held to half an SM's: else an SM that is left
@@ -214,8 +213,8 @@ struct RouteShared {
 // arrived [token groups + 1] is zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, PER_LANE <= 16 ? 2 : 1)
 route(const u16* X, const u16* norm, const float* router, float* logits, int* chosen, float* shares, float* gates, int* place, int* source,
-      int* expert_of, int* tiles, u32* arrived, const int* lengths, const float* bias, int tokens, float epsilon, float scale,
-      const u8* next, int next_lines LAUNCH_ARGUMENTS) {
+      int* expert_of, int* tiles, u32* arrived, const int* lengths, const float* bias, int tokens, float epsilon, float scale
+      LAUNCH_ARGUMENTS) {
   BEGIN_LAUNCH;
   extern __shared__ __align__(128) u8 raw[];
   RouteShared& sh = *(RouteShared*)raw;
@@ -234,7 +233,6 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     for (int i = threadIdx.x; i < PIECES; i += THREADS) copy_piece(&sh.norm[i], (const uint4*)norm + i);
     copy_group();
   }
-  for (int line = blockIdx.x * THREADS + threadIdx.x; line < next_lines; line += gridDim.x * THREADS) prefetch_l2(next + (size_t)line * 128);
   wait_for_inputs();
   if (LOGITS_ALONE && blockIdx.x >= OUTPUTS) return count_launch();
   if (blockIdx.x >= OUTPUTS) {  // here, and to the end, only so that the next kernel finds all SMs alike

@@ -43,9 +43,6 @@ MANY_EXPERTS = 256
 MOST_CHOSEN = 16
 # of all choices together, where they are: every CTA converts them all
 MOST_INPUTS = 8192
-# of the layer behind, that a router brings to L2: what memory can bring until the experts are known
-LINE = 128
-MOST_AHEAD = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -271,26 +268,18 @@ class GroupedExperts:
         )
 
     def project(
-        self,
-        x: Tensor,
-        out: Tensor | None = None,
-        *,
-        norm: Norm,
-        lengths: Tensor | None = None,
-        ahead: Tensor | None = None,
+        self, x: Tensor, out: Tensor | None = None, *, norm: Norm, lengths: Tensor | None = None
     ) -> Tensor:
-        """x + experts(norm(x)), [tokens, hidden]; out may be x. Rows of length 0 are padding.
-        `ahead`: what is read next, behind the experts.
-        """
+        """x + experts(norm(x)), [tokens, hidden]; out may be x. Rows of length 0 are padding."""
         assert lengths is None or len(x) <= TOKENS_AT_ONCE
         norm = norm.folded
         device = gpu.of(x.device)
         out = torch.empty_like(x) if out is None else out
         if len(x) == 1 and (plan := self._words_plan(device)) is not None:
-            self._project_by_words(x, out, plan, norm=norm, ahead=ahead)
+            self._project_by_words(x, out, plan, norm=norm)
             return out
         for part, end in zip(x.split(TOKENS_AT_ONCE), out.split(TOKENS_AT_ONCE), strict=True):
-            routed = self.route(part, norm=norm, lengths=lengths, ahead=ahead)
+            routed = self.route(part, norm=norm, lengths=lengths)
             shared = None
             if self.shared is not None and not self._joined(routed):
                 gate_up, down = self.shared
@@ -303,14 +292,7 @@ class GroupedExperts:
             self.combine(self.multiply(part, routed, norm=norm), routed, part, end, shared=shared)
         return out
 
-    def route(
-        self,
-        x: Tensor,
-        *,
-        norm: Norm,
-        lengths: Tensor | None = None,
-        ahead: Tensor | None = None,
-    ) -> Routed:
+    def route(self, x: Tensor, *, norm: Norm, lengths: Tensor | None = None) -> Routed:
         """x [tokens, hidden], before the norm; rows whose length is 0 are padding and need no
         expert.
         """
@@ -365,7 +347,6 @@ class GroupedExperts:
             tokens,
             norm.epsilon,
             routing.scale,
-            *lines_ahead(ahead if by_token else None),
         )
         ring = self._ring(x.shape[1], device) if by_token else 2
         # rows of the router, and the norm
@@ -394,9 +375,7 @@ class GroupedExperts:
             return None
         return sum_plan(self.down.matrix, routing.chosen + self.joined, device)
 
-    def _project_by_words(
-        self, x: Tensor, out: Tensor, plan: gemv.Plan, *, norm: Norm, ahead: Tensor | None
-    ) -> None:
+    def _project_by_words(self, x: Tensor, out: Tensor, plan: gemv.Plan, *, norm: Norm) -> None:
         """route.cu leaves logits alone, experts.cu chooses by them and leaves its choice, and
         experts_sum.cu empties both: words go once from SM to SM, with no counter between.
         """
@@ -412,8 +391,7 @@ class GroupedExperts:
         kernel = jit.load("route.cu", defines=self._defines(x, 1, 1, 1) | own).kernel("route")
         shared = max((4 * ring + 2) * x.shape[1], reserved(device))
         given = (x, norm.weight, self.router, logits)
-        taken = (None, self.bias, 1, norm.epsilon, self.routing.scale, *lines_ahead(ahead))
-        args = (*given, *nothing, *taken)
+        args = (*given, *nothing, None, self.bias, 1, norm.epsilon, self.routing.scale)
         kernel.launch((device.processors, 1), THREADS, args, shared=shared, pdl=True)
         gated = self._choose_and_multiply(x, logits, chosen, norm=norm)
         sum_words(self.down, gated, self.words, choices, plan, residual=x, out=out)
@@ -539,13 +517,6 @@ class GroupedExperts:
             return few_rows(self.down, gated, routed, per_slot=True)
         gated = many_rows(self.gate_up, x, routed, source=routed.source, norm=norm)
         return many_rows(self.down, gated, routed)
-
-
-def lines_ahead(ahead: Tensor | None) -> tuple[Tensor | None, int]:
-    """What route.cu brings to L2, and how many lines that are."""
-    if ahead is None or ahead.nbytes > MOST_AHEAD:
-        return None, 0
-    return ahead, ahead.nbytes // LINE
 
 
 def reserved(device: Gpu) -> int:

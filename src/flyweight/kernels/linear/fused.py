@@ -130,13 +130,6 @@ class FusedLinear:
         return self.kernel
 
     @property
-    def first_read(self) -> Tensor | None:
-        """The weights that a step reads of it, in one piece, for a kernel before that leaves memory
-        idle and may bring them to L2; None: they lie apart.
-        """
-        return None
-
-    @property
     def looks_up(self) -> bool:
         """Whether `look_up` gives rows of the weight: then an embedding may share it."""
         return False

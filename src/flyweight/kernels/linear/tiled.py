@@ -110,10 +110,6 @@ class TiledLinear(FusedLinear):
         return self.choose(rows).kernel
 
     @property
-    def first_read(self) -> Tensor | None:
-        return self.weight.weights
-
-    @property
     def looks_up(self) -> bool:
         weight = self.weight
         whole = not weight.interleaved and weight.order is None and weight.in_features % 8 == 0

@@ -8,19 +8,42 @@ from typing import Any
 
 from flyweight.models.config import Family, register
 from flyweight.models.families import (
+    cwm,
     deepseek,
+    dots,
+    ernie,
+    exaone,
     gemma,
     glm,
     gpt_oss,
     granite,
     mistral,
+    mixtral,
     olmo,
     phi,
     qwen_next,
+    seed_oss,
     smollm,
 )
 
-MODULES = (olmo, granite, smollm, phi, mistral, glm, deepseek, gemma, gpt_oss, qwen_next)
+MODULES = (
+    olmo,
+    granite,
+    smollm,
+    phi,
+    mistral,
+    mixtral,
+    glm,
+    dots,
+    ernie,
+    exaone,
+    seed_oss,
+    cwm,
+    deepseek,
+    gemma,
+    gpt_oss,
+    qwen_next,
+)
 
 ALL: dict[str, Family] = {}
 PRESETS: dict[str, dict[str, Any]] = {}

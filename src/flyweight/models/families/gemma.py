@@ -1,6 +1,6 @@
-"""Gemma 2 and Gemma 3 (text): norms before and after, all as 1 + weight, tanh-gelu, scaled
-embeddings, layers with a window among those that see everything. Gemma 2 caps scores and logits;
-Gemma 3 norms queries and keys and has a rope table for each kind of layer.
+"""Gemma: norms of 1 + weight, tanh-gelu, scaled embeddings. Gemma 2 and Gemma 3 (text): norms
+behind attention and MLP too, layers with a window among those that see everything. Gemma 2 caps
+scores and logits; Gemma 3 norms queries and keys and has a rope table for each kind of layer.
 """
 
 from __future__ import annotations
@@ -48,6 +48,23 @@ def gemma_plan(config: ModelConfig) -> ModelPlan:
     )
 
 
+def first_gemma_plan(config: ModelConfig) -> ModelPlan:
+    """Gemma: Llama with norms of 1 + weight and scaled embeddings."""
+
+    def change(layer: LayerPlan) -> LayerPlan:
+        return replace(
+            layer,
+            before_attention=plus_one(layer.before_attention),
+            before_mlp=plus_one(layer.before_mlp),
+        )
+
+    return replace(
+        change_layers(standard_plan(config), change),
+        norm=NormPlan("model.norm", plus_one=True),
+        embedding_scale=config.hidden_size**0.5,
+    )
+
+
 def gemma3_layers(data: Mapping[str, Any], layers: int) -> list[str]:
     return one_in(data.get("sliding_window_pattern") or 6, layers)
 
@@ -65,6 +82,24 @@ GEMMA = dict(
     pad_token_id=0,
 )
 FAMILIES = {
+    "gemma": Family(
+        "GemmaForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        head_dim=HEAD_DIMS["gemma"],
+        activations=("gelu_tanh", "silu"),
+        defaults=GEMMA
+        | dict(
+            vocab_size=256000,
+            hidden_size=3072,
+            intermediate_size=24576,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=8192,
+        ),
+        plan=first_gemma_plan,
+    ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         qkv_bias="attention_bias",
@@ -128,6 +163,22 @@ _GEMMA3 = _GEMMA2 | dict(
     sliding_window=1024,
 )
 PRESETS = {
+    "gemma-2b": dict(
+        model_type="gemma",
+        architectures=["GemmaForCausalLM"],
+        hidden_act="gelu_pytorch_tanh",
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        head_dim=256,
+        vocab_size=256000,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    | sizes(2048, 16384, 18, 8, 1),
     "gemma-2-2b": _GEMMA2 | sizes(2304, 9216, 26, 8, 4),
     "gemma-2-9b": _GEMMA2 | sizes(3584, 14336, 42, 16, 8),
     "gemma-2-27b": _GEMMA2

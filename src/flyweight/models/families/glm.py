@@ -25,16 +25,23 @@ from flyweight.models.plan import (
 from flyweight.models.standard import change_layers, fused_mlp, shared_expert, standard_plan
 
 
-def glm_plan(config: ModelConfig) -> ModelPlan:
+def with_pairs(config: ModelConfig) -> ModelPlan:
+    """Llama whose rope turns neighbours together."""
     rotary = config.rope.rotary_dim
     turned = TurnedHeads(config.heads + config.kv_heads, rotary, after=config.head_dim - rotary)
     pairs = Interleaved((turned,))
+    return change_layers(
+        standard_plan(config),
+        lambda layer: replace(layer, qkv=replace(layer.qkv, interleaved=pairs)),
+    )
 
+
+def glm_plan(config: ModelConfig) -> ModelPlan:
     def change(layer: LayerPlan) -> LayerPlan:
         assert isinstance(layer.mlp, MlpPlan)
-        return replace(layer, qkv=replace(layer.qkv, interleaved=pairs), mlp=fused_mlp(layer.mlp))
+        return replace(layer, mlp=fused_mlp(layer.mlp))
 
-    return change_layers(standard_plan(config), change)
+    return change_layers(with_pairs(config), change)
 
 
 def sandwich(layer: LayerPlan) -> LayerPlan:
