@@ -131,7 +131,7 @@ SEVERAL = (
     "published (`run.py --natural`), and on\nthe default model's off-grid equivalent: change of "
     "perplexity over the original's with its standard error,\nand KL divergence, for each text. "
     "Groups, bits and the type of the scales are the same for all tools. Where a model hardly "
-    "knows a text\n(the small trained one has a perplexity of hundreds on c4 and code), rounding "
+    "knows a text\n(the small one was trained for a minute), rounding "
     "may lower its perplexity\nby chance: there the KL divergence tells which copy is nearer to "
     "the original."
 )

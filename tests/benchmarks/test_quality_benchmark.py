@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "benchmarks/workshop", "benchmarks/quality", "tests/quant")
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
+import exl3  # noqa: E402
+import measure  # noqa: E402
 import peers  # noqa: E402
 import pieces  # noqa: E402
 import run  # noqa: E402
@@ -89,7 +91,9 @@ def test_jobs_need_one_seed_where_nothing_is_calibrated_and_finish_a_seed_first(
     assert "flyweight/rtn-int4/0" in names and "flyweight/rtn-int4/1" not in names
     assert "llm-compressor/rtn-int4/1" not in names and "llm-compressor/gptq-int4/1" in names
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
-    assert names[1:3] == ["flyweight/int4-best/0", "auto-round/autoround-int4/0"]  # the open questions come first
+    assert names[1:3] == ["llm-compressor/rtn-int4/0", "flyweight/rtn-int4/0"]  # in the order in which they were named
+    every = [job.name for job in run.make_jobs(["all"], ["auto-round"], [0], [])]
+    assert every[1] == "flyweight/int4-best/0"  # slow ones first where all are asked for
 
 
 def test_ours_is_made_again_when_the_solvers_change_and_a_peers_is_not():
@@ -115,6 +119,28 @@ def test_recipes_that_wait_to_be_measured_are_held_against_the_same_bits():
     for name, one in found.items():
         assert str(one.layer.bits) in name and one.learn_steps and one.tune_steps
         assert all(str(one.layer.bits) in rival for _, rival in peers.RIVALS[name])
+
+
+def test_exl3_walks_a_model_with_one_hessian_for_siblings_and_says_what_its_file_would_take(tmp_path, monkeypatch):
+    source = make_tiny_model(tmp_path / "model")
+    seen = []
+
+    def quantize(weight, hessian, arguments, _):
+        seen.append((weight.shape, id(hessian), hessian["count"], arguments["K"]))
+        return torch.zeros_like(weight), 0.0, {}
+
+    monkeypatch.setattr(exl3, "quantizer", lambda folder: quantize)
+    tokens = torch.arange(64).view(4, 16)
+    folder = exl3.exl3("exl3-3bit", source, tokens, tmp_path / "made", device="cpu", seed=0, steps=0)
+    assert [one for _, one, *_ in seen[:3]] == [seen[0][1]] * 3 and seen[3][1] != seen[0][1]
+    assert all(size % exl3.WIDTH == 0 for shape, *_ in seen for size in shape)
+    assert all(count == tokens.numel() and bits == 3 for *_, count, bits in seen)
+    made = Checkpoint(folder)
+    weight = Checkpoint(source).tensor("model.layers.0.mlp.up_proj.weight")
+    assert not made.tensor("model.layers.0.mlp.up_proj.weight").any() and weight.any()
+    stored = sum(3 * shape.numel() + 16 * sum(shape) for shape, *_ in seen)
+    weights = sum(made.tensor(name).numel() for name in made.names() if "_proj.weight" in name)
+    assert measure.facts_of(made)["bits_per_weight"] == pytest.approx(stored / weights)
 
 
 def test_the_last_good_row_of_a_seed_counts(tmp_path):

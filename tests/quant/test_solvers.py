@@ -7,7 +7,7 @@ from flyweight.quant.awq import awq_round, clip, output_error, round_weight, sea
 from flyweight.quant.fp8 import FP8, fp8
 from flyweight.quant.gptq import GPTQ, gptq
 from flyweight.quant.grid import Integers, fit_group_size, make_grid
-from flyweight.quant.noise import Adam, quietest, token_noise, weight_noise
+from flyweight.quant.noise import Adam, Least, quietest, token_noise, weight_noise
 from flyweight.quant.rtn import rtn, to_int8_channel
 from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales, w8a8_error
 from flyweight.quant.sparsegpt import prune24
@@ -43,6 +43,14 @@ def problem(
 
 def error(weight, tensor, statistics):
     return layer_error(weight, tensor.dequantize(), statistics.hessian)
+
+
+def test_the_least_error_wins_and_of_equal_ones_the_first():
+    least = Least(torch.tensor(2.0), torch.tensor(0.0), torch.zeros(3))
+    for number, found in enumerate((3.0, 1.0, 1.0, float("nan")), start=1):
+        least.offer(torch.tensor(found), torch.tensor(float(number)), torch.full((3,), float(number)))
+    assert [one.tolist() for one in least.candidate] == [2.0, [2.0] * 3]
+    assert float(least.error) == 1.0
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
