@@ -1,10 +1,10 @@
 """How far figures of the same work lie apart on other GPUs and other days.
 
-    python benchmarks/workshop/ranges.py       adds to ../h200/earlier/medians.jsonl what it does not have yet
+    python benchmarks/workshop/ranges.py       adds what ../h200/earlier/medians.jsonl lacks
 
-Every lease of a GPU is another card, in another room, on another day. Files of rows hold the newest
-run only, so this keeps a line of medians for each run and cell: of the files as they are, and of
-all their versions in the repository's history. `make results` shows the spread of the last RUNS.
+Runs of different days are of different cards. Files of rows hold the newest run only, so this keeps
+a line of medians for each run and cell: of the files as they are, and of all their versions in the
+repository's history. `make results` shows the spread of the last RUNS.
 """
 
 from __future__ import annotations
