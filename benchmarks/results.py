@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent / "workshop"))
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
 import beside
 import documents
+import ranges
 import serving
 import table
 from covered import changed, code_of, commit_of, latest, missing, provenance
@@ -412,6 +413,7 @@ def write_pages(results: Results) -> None:
     """h200.md and the pages that it lists."""
     view = View(results)
     parts = {name: without_runs(SECTIONS[name](view)) for name in SECTIONS}
+    parts["ranges"] = ranges.spread(ranges.read())
     parts["provenance"] = provenance(results)
     folder = DOCS / "h200"
     shutil.rmtree(folder, ignore_errors=True)

@@ -12,13 +12,14 @@ from tiny_preset import CONFIG, add_tiny
 from flyweight import cli, machine
 from flyweight.backends import base
 from flyweight.backends.base import EngineOptions, Limits
-from flyweight.bench import check, exact
+from flyweight.bench import check, drawn, exact
 from flyweight.bench.cases import Case
 from flyweight.bench.exact import Reference
 from flyweight.bench.facts import Variant, facts_of
 from flyweight.bench.rows import make_row
 from flyweight.kernels import cpu
 from flyweight.kernels.native.executor import NativeDecoder
+from flyweight.kernels.sample_reference import Filters
 from flyweight.models import presets
 from flyweight.models.decoder import Block, Decoder
 from flyweight.models.presets import PresetWeights
@@ -106,6 +107,34 @@ def test_the_answers_judged_are_those_of_the_run_at_the_end_of_its_own_contexts(
     bench("latency", "preset:tiny:int4", "--batch", 7, "--input", 40, "--output", 20, "--repeats", 1)
     assert asked[1][:2] == (3, 60), "what the reference would take too long for is spread over the batch"
     assert check.spread(7, 3) == [0, 3, 6] and check.spread(4, 8) == [0, 1, 2, 3] and check.spread(9, 1) == [8]
+
+
+@pytest.mark.parametrize("sampling", ["top_k=3,temperature=0.7", "temperature=0.1", "top_p=0.5", "min_p=0.3"])
+def test_tokens_that_are_drawn_are_held_against_their_distribution(bench, monkeypatch, sampling):
+    drawn = ("latency", "preset:tiny:int4", "--batch", 8, "--input", 8, "--output", 24, "--repeats", 1, "--sampling", sampling)
+    rows, _ = bench(*drawn)
+    assert rows[0]["status"] == "ok" and rows[0]["check_loss"] <= rows[0]["check_bound"] and rows[0]["agreement"] is None
+    assert abs(rows[0]["check_surprise"]) <= rows[0]["check_surprise_bound"] and rows[0]["check_sequences"] == 8
+    bench.out.unlink()
+    break_kernels(monkeypatch)
+    rows, error = bench(*drawn, code=1)
+    assert rows[0]["status"] == "failed" and "wrong tokens" in rows[0]["reason"] and "marked as failed" in error
+
+
+def test_penalties_are_not_judged_and_the_row_says_so(bench):
+    rows, _ = bench("latency", "preset:tiny:fp32", "--batch", 1, "--input", 8, "--output", 4, "--repeats", 1,
+                    "--sampling", "presence_penalty=0.5")
+    assert rows[0]["status"] == "ok" and rows[0]["check_with"].startswith("nothing: penalties")
+
+
+@pytest.mark.parametrize(("asked", "used", "right"), [(1.0, 1.0, True), (1.0, 0.6, False), (0.7, 1.0, False)])
+def test_draws_at_another_temperature_are_noticed(asked, used, right):
+    logits = 2 * torch.randn(16, 16, 500, generator=torch.Generator().manual_seed(1))
+    draw = torch.distributions.Categorical(logits=logits / used)
+    torch.manual_seed(2)
+    found = check.Verdict(drawn.judge(draw.sample(), logits, Filters(temperature=asked), 0.02))
+    assert (found.missed is None) is right and found.fields["check_loss"] == 0
+    assert check.Verdict(drawn.judge(draw.sample(), logits * torch.nan, Filters(), 0.02)).missed
 
 
 def test_a_long_context_by_yarn_is_judged_by_its_own_rotation(bench, monkeypatch):
@@ -231,9 +260,14 @@ def test_the_weights_one_block_at_a_time_give_what_all_at_once_give(model, monke
     whole = Decoder.load(PresetWeights(preset, scheme), device=cpu_device, dtype=torch.float32, exact=True)
     monkeypatch.setattr(Block, "load", watched)
     monkeypatch.setattr(exact, "AT_ONCE", 5)  # fewer than a sequence has
-    found, _ = Reference.open(model, device=cpu_device, dtype="float32").logits(sequences.tolist(), [0, 10, 11])
+    reference = Reference.open(model, device=cpu_device, dtype="float32")
+    found, meter = reference.logits(sequences.tolist(), [0, 10, 11])
     assert len(alive) == whole.config.layers
-    torch.testing.assert_close(found, whole.forward_whole(sequences)[:, [0, 10, 11]])
+    expected = whole.forward_whole(sequences)[:, [0, 10, 11]]
+    if not meter.products:
+        torch.testing.assert_close(found, expected)
+    # sums of another number of rows may differ in their last bit, and an activation then rounds to another code
+    assert (found - expected).std() < reference.noise(meter, "float32") * expected.std()
 
 
 def test_an_engine_that_hides_its_tokens_is_not_compared():

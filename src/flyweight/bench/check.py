@@ -1,6 +1,7 @@
 """Every speed run checks itself: are these the tokens that the model's weights mean?
 
-Two questions, and the fields of a row that answer them:
+Two questions, and the fields of a row that answer them (of tokens that were drawn at random
+`drawn.py` answers the first one):
 
 `check_*`      Is this engine right? The greedy answers of the run itself, of its own batch and
                lengths, are held against the model's weights by `bench/exact.py`, which rounds
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from flyweight.backends.base import Backend
 from flyweight.backends.native import Native
+from flyweight.bench import drawn
 from flyweight.bench.cases import Case, Listen, attempt
 from flyweight.bench.exact import Reference
 from flyweight.bench.facts import comparable
@@ -40,6 +42,7 @@ from flyweight.report.rows import FAILED_CHECK
 SIZES = {"cuda": (8, 32, 16), "cpu": (2, 16, 8)}
 REFERENCE_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 11}  # of all sequences that are held against it
 POSITIONS = 8  # of each answer: its first token and its last ones
+DRAWN = 256  # of all answers together, where tokens are drawn: one says little
 CLEAR = 0.1  # natural log: what lies nearer is called a tie in `agreement_clear`
 WORST = 4.0  # bounds that one sequence may be off: it has few tokens to average over
 CHECKED = ("native", "native-server")  # engines that are ours to be right
@@ -138,8 +141,15 @@ class Verdict:
         """None, or why the row is no figure of this model; NaN is a miss."""
         bound = self.fields["check_bound"]
         loss, worst = self.fields["check_loss"], self.fields["check_loss_worst"]
-        if loss <= bound and worst <= WORST * bound:
+        surprise = abs(self.fields.get("check_surprise", 0.0))
+        expected = self.fields.get("check_surprise_bound", 0.0)
+        if loss <= bound and worst <= WORST * bound and surprise <= expected:
             return None
+        if loss <= bound and worst <= WORST * bound:
+            return (
+                f"wrong tokens: they are {surprise:.3g} nats off what draws of this distribution "
+                f"have on average; chance and rounding explain {expected:.3g}"
+            )
         return (
             f"wrong tokens: they are {loss:.3g} deviations of the logits behind the best on "
             f"average, {worst:.3g} in the worst sequence; this format's rounding explains "
@@ -172,8 +182,10 @@ def check_tokens(
     length = len(prompts[0])
     rows = spread(len(found), max(1, REFERENCE_TOKENS[device.type] // (length + output)))
     sequences = [[*prompts[row], *found[row]] for row in rows]
-    judged = sorted({0, *range(max(0, output - POSITIONS + 1), output)})
     options = backend.options
+    filters = drawn.filters_of(options.sampling)
+    most = max(POSITIONS, DRAWN // len(rows)) if options.sampling else POSITIONS
+    judged = sorted({0, *range(max(0, output - most + 1), output)})
     try:
         reference = Reference.open(
             case.model,
@@ -185,7 +197,11 @@ def check_tokens(
         logits, meter = reference.logits(sequences, [length + at - 1 for at in judged])
         tokens = torch.tensor([[found[row][at] for at in judged] for row in rows])
         bound = reference.noise(meter, backend.kv_dtype)
-        return Verdict.of(tokens.to(logits.device), logits, bound)
+        tokens = tokens.to(logits.device)
+        if not options.sampling:
+            return Verdict.of(tokens, logits, bound)
+        assert filters is not None, "whoever asks has looked"
+        return Verdict(drawn.judge(tokens, logits, filters, bound))
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what it took is not the engine's
@@ -222,14 +238,17 @@ class SelfCheck:
         )
         self.expected: Expected | None = None
         for case in cases:  # what is known before anything is loaded
-            if is_drawn(case) and case.backend.name not in OURS:
+            if case.sampling:
+                case.checked = {"agreement": None, "agreement_with": "nothing: tokens are drawn"}
+            elif is_drawn(case) and case.backend.name not in OURS:
                 told = "nothing: random weights of its own"
                 case.checked = {"agreement": None, "agreement_with": told}
-        if not is_drawn(self.baseline) and not any(map(self.needs_baseline, cases)):
+        own = is_drawn(self.baseline) or self.baseline.sampling
+        if not own and not any(map(self.needs_baseline, cases)):
             self.baseline.checked = BASELINE
 
     def needs_baseline(self, case: Case) -> bool:
-        if case is self.baseline or (is_drawn(case) and is_ours(case)):
+        if case is self.baseline or case.sampling or (is_drawn(case) and is_ours(case)):
             return False
         names = {case.backend.name, self.baseline.backend.name}
         drawn_elsewhere = is_drawn(case) and not names <= set(OURS)
@@ -276,6 +295,8 @@ class SelfCheck:
         """
         if not is_ours(case):
             return {}
+        if case.sampling and drawn.filters_of(case.backend.options.sampling) is None:
+            return {"check_with": "nothing: penalties depend on what was said before"}
         self.listen(f"checking the tokens of {case.title}")
         device = torch.device(self.device)
         device = pick_device(case.backend.options.device) if device.type == "cuda" else device
@@ -285,7 +306,7 @@ class SelfCheck:
             told = {"check_with": failed["agreement_with"]}
             return told | (failed if is_drawn(case) else {})
         fields = verdict.fields | {"check_with": WEIGHTS, "agreement_with": WEIGHTS}
-        if not is_drawn(case):  # there `agreement` is that with the baseline
+        if case.sampling or not is_drawn(case):  # there `agreement` is that with the baseline
             fields = {name: fields[name] for name in fields if name.startswith("check_")}
         if verdict.missed:
             self.missed.append(f"{case.title}: {verdict.missed}")

@@ -168,7 +168,7 @@ def serve(
 
     checker = (
         SelfCheck(cases, place.type, file=file, environment=environment, listen=listen)
-        if check and not sampling
+        if check
         else None
     )
     benches = [

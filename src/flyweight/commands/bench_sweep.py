@@ -313,8 +313,7 @@ def run(
     def listen(text: str) -> None:
         typer.echo(text, err=True)
 
-    # what is drawn has no reference
-    plan = replace(plan, device=device.type, check=plan.check and not options.sampling)
+    plan = replace(plan, device=device.type)
     sweep = Sweep(plan, file, environment, listen)
     with resumable(out):
         rows = sweep.run(cases)

@@ -152,8 +152,7 @@ Sampling = Annotated[
         help="How tokens are chosen, such as "
         '"temperature=0.7,top_p=0.9"; also top_k, '
         "min_p, "
-        "seed and penalties. Default: greedily. What "
-        "is drawn is not checked."
+        "seed and penalties. Default: greedily."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")]
