@@ -84,13 +84,14 @@ def test_the_option_reaches_torch():
         "import sys\nfrom flyweight import cli\nimport flyweight.commands.generate as verb\n"
         "def load(*_, **__):\n    import torch\n"
         "    print(torch.get_num_threads())\n    sys.exit(0)\n"
-        "verb.load = load\ncli.main(['generate', 'x', '--prompt', 'y', '--threads', '3'])"
+        "verb.load = load\ncli.main(['generate', 'x', '--prompt', 'y', '--threads', '1'])"
     )
     environment = {name: value for name, value in os.environ.items() if name != cpu.VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.stdout == "3\n", done.stderr
+    # one, as MKL takes no more threads than there are cores, and most machines have more than one
+    assert done.stdout == "1\n", done.stderr
 
 
 def test_a_type_without_arithmetic_is_computed_in_float32_and_told(monkeypatch):

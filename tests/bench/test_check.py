@@ -233,7 +233,11 @@ def test_the_weights_one_block_at_a_time_give_what_all_at_once_give(model, monke
     monkeypatch.setattr(exact, "AT_ONCE", 5)  # fewer than a sequence has
     found, _ = Reference.open(model, device=cpu_device, dtype="float32").logits(sequences.tolist(), [0, 10, 11])
     assert len(alive) == whole.config.layers
-    torch.testing.assert_close(found, whole.forward_whole(sequences)[:, [0, 10, 11]])
+    wanted = whole.forward_whole(sequences)[:, [0, 10, 11]]
+    if scheme == "w8a8":  # the last bit of an input decides now and then which way it is rounded
+        assert torch.linalg.vector_norm(found - wanted) < 0.02 * torch.linalg.vector_norm(wanted)
+    else:
+        torch.testing.assert_close(found, wanted)
 
 
 def test_an_engine_that_hides_its_tokens_is_not_compared():

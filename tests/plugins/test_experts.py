@@ -13,6 +13,7 @@ from expert_layers import choose, cut, error, expected, make
 from flyweight.checkpoint import formats
 from flyweight.checkpoint.writer import CheckpointWriter
 from flyweight.errors import UnsupportedError
+from flyweight.kernels import cpu
 from flyweight.plugins import experts
 from flyweight.plugins import vllm as plugin
 
@@ -20,6 +21,13 @@ COUNT, CHOSEN, HIDDEN, WIDTH = 5, 2, 128, 128
 PREFIX = "model.layers.0.mlp.experts"
 FORMATS = {"vptq": "vptq", "mixed": "compressed-tensors", "2:4 int4": "compressed-tensors"}
 LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    """Not in the 16 bits that some processors multiply faster; bounds here are of float32."""
+    choose = cpu.choose
+    monkeypatch.setattr(cpu, "choose", lambda tensor, *, exact: choose(tensor, exact=True))
 
 
 def prepare(members):
