@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -389,7 +390,15 @@ def differing(results: Results) -> list[Path]:
         text = path.read_text(encoding="utf-8")
         if text != filled(text, results):
             found.append(path)
-    return found
+    with tempfile.TemporaryDirectory() as place:
+        write_documents(Path(place))
+        made = {path.name: path.read_bytes() for path in Path(place).iterdir()}
+    there = {path.name: path.read_bytes() for path in DOCS.glob("0*.*")}
+    return found + [
+        DOCS / name
+        for name in sorted(made.keys() | there.keys())
+        if made.get(name) != there.get(name)
+    ]
 
 
 def without_runs(blocks: Sequence[Block]) -> list[Block]:
@@ -434,15 +443,24 @@ def write_pages(results: Results) -> None:
     write(DOCS / "h200.md", [*opening, *missing(results)], title="", draw=False, pictures="png")
 
 
-def write_document(number: str, ending: str, blocks: Sequence[Block]) -> None:
+def write_documents(folder: Path) -> None:
+    """In the layouts of the documents that are reproduced."""
+    for number, ending in DOCUMENTS.items():
+        if found := files(f"{number}-*.jsonl"):
+            rows = latest(read(found))
+            shown = [*documents.opening(number, rows), *build(View(rows, layout="seed"))]
+            write_document(folder, number, ending, shown)
+
+
+def write_document(folder: Path, number: str, ending: str, blocks: Sequence[Block]) -> None:
     pages = in_pages(blocks) if ending == ".md" else [list(blocks)]
-    for old in DOCS.glob(f"{number}-*.md"):
+    for old in folder.glob(f"{number}-*.md"):
         old.unlink()
     files = names(number, len(pages)) if ending == ".md" else [f"{number}{ending}"]
     for file, page in zip(files, pages, strict=True):
         goes_on = [Paragraph(f"Goes on in {', '.join(f'[{one}]({one})' for one in files[1:])}.")]
         shown = [*goes_on, *page] if len(files) > 1 and file == files[0] else page
-        write(DOCS / file, shown, title="", draw=False, pictures="png")
+        write(folder / file, shown, title="", draw=False, pictures="png")
 
 
 def main() -> None:
@@ -465,11 +483,7 @@ def main() -> None:
     write_pages(results)
     blocks = [*build(View(results)), *provenance(results), *gaps]
     write(DOCS / "h200.html", blocks, title="Flyweight on one H200", draw=False, pictures="png")
-    for number, ending in DOCUMENTS.items():
-        if found := files(f"{number}-*.jsonl"):
-            rows = latest(read(found))
-            shown = [*documents.opening(number, rows), *build(View(rows, layout="seed"))]
-            write_document(number, ending, shown)
+    write_documents(DOCS)
     if (figure := picture(results)).series[0].points:
         draw(figure, DOCS)
     for path in DOCUMENTS_WITH_BLOCKS:

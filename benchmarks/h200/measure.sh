@@ -44,7 +44,7 @@ older=1,2,4,8,16,32,64,2048,8192
 latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
 read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
-sizes=(7b 1.5b 0.5b)
+read -ra sizes <<<"${SIZES:-7b 1.5b 0.5b}"  # of document 004, in this order
 if [ -n "${TRY:-}" ]; then
   q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny
   first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8 older=1,8

@@ -72,6 +72,18 @@ def test_a_document_that_says_something_else_than_the_rows_is_found(results, mon
     assert ended.value.code == 1 and "README.md does not say what the rows say" in capsys.readouterr().out
 
 
+def test_a_document_in_a_reproduced_layout_is_held_against_its_rows_too(results):
+    lines = Path("benchmarks/h200/latency.jsonl").read_text()
+    Path("benchmarks/h200/002-qwen3-4b.jsonl").write_text(lines.replace('"run_id": "', '"run_id": "b'))
+    results.main()
+    known = results.latest(results.read(results.files("*.jsonl")))
+    document = Path("docs/results/002.md")
+    assert results.differing(known) == [] and "579.80" in document.read_text()
+    document.write_text(document.read_text().replace("579.80", "599.80"))
+    Path("docs/results/002-2.md").write_text("of a run before\n")
+    assert results.differing(known) == [Path("docs/results/002-2.md"), document]
+
+
 def test_rows_of_older_code_stand_in_the_readme_only_where_they_are_marked(results, monkeypatch):
     monkeypatch.setattr(results, "changed", lambda commit, paths: "changed: kernels")
     before = Path("README.md").read_text()
