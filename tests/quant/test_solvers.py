@@ -48,7 +48,8 @@ def error(weight, tensor, statistics):
 def test_the_least_error_wins_and_of_equal_ones_the_first():
     least = Least(torch.tensor(2.0), torch.tensor(0.0), torch.zeros(3))
     for number, found in enumerate((3.0, 1.0, 1.0, float("nan")), start=1):
-        least.offer(torch.tensor(found), torch.tensor(float(number)), torch.full((3,), float(number)))
+        candidate = (torch.tensor(float(number)), torch.full((3,), float(number)))
+        least.offer(torch.tensor(found), *candidate)
     assert [one.tolist() for one in least.candidate] == [2.0, [2.0] * 3]
     assert float(least.error) == 1.0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, workspace
-from flyweight.kernels.vptq.layout import CHUNK, SLICE_BITS
+from flyweight.kernels.vptq.layout import CHUNK, SLICE_BITS, Layout
 from flyweight.kernels.vptq.parts import Ends, Parts, part_arguments, share_out
 from flyweight.tensors import VectorQuant
 
@@ -198,6 +198,21 @@ def worth_evening(parts: Parts, device: Gpu) -> bool:
     return idle * parts[0].chunks >= EVENED_CHUNKS
 
 
+def defines_of(layout: Layout, launch: Launch, ends: Ends, *, rows: int) -> dict[str, int]:
+    """What vptq.cu is compiled for."""
+    chosen = {
+        "KERNEL": KERNELS[launch.kernel],
+        "PIECES": layout.halves,
+        "COPIES": launch.copies,
+        "ROWS": rows,
+        "FP16": int(layout.dtype == torch.float16),
+        "WARPS": launch.warps,
+        "RESIDENT": launch.resident,
+    }
+    shared = {"EVEN": 1} if launch.even else {}
+    return layout.form.defines() | ends.defines | chosen | shared
+
+
 def run(
     parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool
 ) -> None:
@@ -209,20 +224,7 @@ def run(
     if launch.kernel == "bytes":
         run_bytes(parts, chosen, x, out, ends, pdl=pdl)
         return
-    defines = (
-        layout.form.defines()
-        | ends.defines
-        | {
-            "KERNEL": KERNELS[launch.kernel],
-            "PIECES": layout.halves,
-            "COPIES": launch.copies,
-            "ROWS": chosen.rows,
-            "FP16": int(layout.dtype == torch.float16),
-            "WARPS": launch.warps,
-            "RESIDENT": launch.resident,
-        }
-        | ({"EVEN": 1} if launch.even else {})
-    )
+    defines = defines_of(layout, launch, ends, rows=chosen.rows)
     kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
     columns = (layout.affine, layout.source, x, out)
     shape = (x.shape[0], layout.in_features, layout.out_features, layout.length)
