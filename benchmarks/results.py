@@ -56,13 +56,14 @@ from flyweight.report.blocks import (
     Table,
     with_colors,
 )
-from flyweight.report.document import SECTIONS, View, build
+from flyweight.report.document import SECTIONS, build
 from flyweight.report.figures import of_a_peer
 from flyweight.report.plot import draw
 from flyweight.report.read import read, read_one
 from flyweight.report.records import Record
 from flyweight.report.render import terminal
 from flyweight.report.rows import Results, Row
+from flyweight.report.view import View
 
 ROWS, DOCS = Path("benchmarks/h200"), Path("docs/results")
 DOCUMENTS_WITH_BLOCKS = (

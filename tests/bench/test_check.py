@@ -24,7 +24,7 @@ from flyweight.models import presets
 from flyweight.models.decoder import Block, Decoder
 from flyweight.models.presets import PresetWeights
 from flyweight.models.random_folder import write_preset
-from flyweight.report.document import View
+from flyweight.report.view import View
 from flyweight.report.read import read
 from flyweight.report.rows import read_jsonl
 

@@ -18,9 +18,11 @@ from flyweight.report.blocks import (
     Table,
     with_colors,
 )
-from flyweight.report.document import View, build, marks_inside_errors
+from flyweight.report.document import build
+from flyweight.report.latency import marks_inside_errors
 from flyweight.report.page import page
 from flyweight.report.rows import Results
+from flyweight.report.view import View
 
 NUMBERS = itertools.count()
 

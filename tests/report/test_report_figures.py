@@ -8,8 +8,9 @@ import pytest
 
 from flyweight.commands.report import drawer
 from flyweight.report import figures, plot
-from flyweight.report.document import View, build
+from flyweight.report.document import build
 from flyweight.report.read import read
+from flyweight.report.view import View
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "h200"
 FACTS = {"model": "m", "checkpoint": "random:0", "device_name": "a GPU", "scheme": "int4"}

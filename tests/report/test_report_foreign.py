@@ -6,9 +6,10 @@ import json
 import pytest
 
 from flyweight.errors import ResultError
-from flyweight.report.document import View, build
+from flyweight.report.document import build
 from flyweight.report.read import dump, read
 from flyweight.report.render import terminal
+from flyweight.report.view import View
 
 SERVE = {
     "backend": "vllm",

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from flyweight.errors import ResultError
-from flyweight.report.document import View, build
+from flyweight.report.document import build
 from flyweight.report.figures import pareto
 from flyweight.report.read import read
 from flyweight.report.render import markdown, terminal
 from flyweight.report.rows import group
+from flyweight.report.view import View
 
 ENVIRONMENT = {
     "schema": 1,

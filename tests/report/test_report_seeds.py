@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from flyweight.report.document import View, build
+from flyweight.report.document import build
 from flyweight.report.read import dump, read
 from flyweight.report.render import comma_separated, markdown, rst
 from flyweight.report.rows import read_jsonl
 from flyweight.report.seeds import grid_tables, pipe_rows, repair
+from flyweight.report.view import View
 
 HERE = Path(__file__).parent / "excerpts"
 SEEDS = Path(
@@ -173,7 +174,7 @@ def test_rst_is_accepted_by_docutils(document):
 
 
 def test_variants_that_are_the_same_at_run_time_share_a_place():
-    from flyweight.report.document import share_places
+    from flyweight.report.latency import share_places
 
     def record(scheme, rate, checkpoint="random:0"):
         return {

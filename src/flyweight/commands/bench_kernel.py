@@ -291,9 +291,10 @@ def attempt(
 
 def table(lines: Sequence[Row], layout: str) -> str:
     """As `flyweight report` shows these rows."""
-    from flyweight.report.document import View, failures, kernel
+    from flyweight.report.document import failures, kernel
     from flyweight.report.render import terminal
     from flyweight.report.rows import Results
+    from flyweight.report.view import View
 
     environments = {row["id"]: row for row in lines if row["bench"] == "environment"}
     view = View(

@@ -13,7 +13,7 @@ from flyweight.commands.options import Device, Dtype, Threads
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 if TYPE_CHECKING:
-    from flyweight.report.document import View
+    from flyweight.report.view import View
 
 
 def profile(
@@ -68,9 +68,9 @@ def profile(
     from flyweight.bench.profile import Workload, profile_model
     from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
     from flyweight.device import pick_device
-    from flyweight.report.document import View
     from flyweight.report.layouts import LAYOUTS
     from flyweight.report.rows import Results
+    from flyweight.report.view import View
 
     if layout not in LAYOUTS:
         raise OptionError(unknown("layout", layout, LAYOUTS))

@@ -61,10 +61,11 @@ def report(
 
         flyweight report benchmarks/h200/*.jsonl --section limits --section steps
     """
-    from flyweight.report.document import SECTIONS, View, build
+    from flyweight.report.document import SECTIONS, build
     from flyweight.report.layouts import LAYOUTS
     from flyweight.report.read import dump, read
     from flyweight.report.render import terminal
+    from flyweight.report.view import View
 
     for kind, name, known in (
         ("layout", layout, LAYOUTS),
