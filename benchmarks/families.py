@@ -49,10 +49,10 @@ from flyweight.engine import llm as engine
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
-from flyweight.kernels import reference
+from flyweight.kernels import dependent_launch, reference
 from flyweight.kernels.attention import torch_runs
 from flyweight.kernels.linear import experts
-from flyweight.machine import copy_bandwidth
+from flyweight.machine import copy_bandwidth, device_name
 from flyweight.models.decode_step import unsupported_reason
 from flyweight.models.decoder import Decoder
 from flyweight.models.layer import Block
@@ -531,8 +531,10 @@ def measure_one(name: str, measures: list[Measure], out: Path) -> None:
 
 
 def write(row: dict[str, Any], out: Path) -> None:
-    name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
+    name = device_name(torch.device(DEVICE)) if DEVICE == "cuda" else DEVICE
     row |= dict(gpu=name, torch=torch.__version__)
+    if dependent_launch.enabled:
+        row |= dict(overlap=True)
     print(json.dumps(row), flush=True)
     with out.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(row) + "\n")

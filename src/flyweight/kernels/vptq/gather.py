@@ -226,61 +226,71 @@ def run(
         return
     defines = defines_of(layout, launch, ends, rows=chosen.rows)
     kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
+    if launch.kernel == "staged":
+        args = staged_arguments(parts, chosen, x, out, ends)
+    else:
+        args = plain_arguments(layout, chosen, x, out, arrived)
+    kernel.launch(sum(chosen.ctas), 32 * launch.warps, args, shared=chosen.shared, pdl=pdl)
+
+
+def staged_arguments(
+    parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends
+) -> tuple[Any, ...]:
+    """Of vptq_staged."""
+    layout = parts[0]
+    args = (
+        *part_arguments(parts, chosen.ctas),
+        x,
+        ends.norm,
+        ends.bias,
+        ends.residual,
+        out,
+        float(ends.epsilon),
+        x.shape[0],
+        layout.in_features,
+        out.shape[1],
+        layout.length,
+        layout.chunks,
+        chosen.phase,
+        chosen.x_columns,
+        layout.dense_steps,
+    )
+    if not chosen.launch.even:
+        return args
+    words = chosen.rows * 8 * layout.halves * sum(chosen.ctas)
+    return (*args, workspace.current(x.device).mailbox(words))
+
+
+def plain_arguments(
+    layout: Layout, chosen: Plan, x: Tensor, out: Tensor, arrived: Tensor
+) -> tuple[Any, ...]:
+    """Of vptq_direct or vptq_sliced."""
     columns = (layout.affine, layout.source, x, out)
     shape = (x.shape[0], layout.in_features, layout.out_features, layout.length)
-    if launch.kernel == "direct":
-        args: tuple[Any, ...] = (
-            layout.stream,
-            layout.book,
-            layout.residual,
-            *columns,
-            *shape,
-            layout.chunks,
-        )
-    elif launch.kernel == "staged":
-        args = (
-            *part_arguments(parts, chosen.ctas),
-            x,
-            ends.norm,
-            ends.bias,
-            ends.residual,
-            out,
-            float(ends.epsilon),
-            x.shape[0],
-            layout.in_features,
-            out.shape[1],
-            layout.length,
-            layout.chunks,
-            chosen.phase,
-            chosen.x_columns,
-            layout.dense_steps,
-        )
-        if launch.even:
-            words = chosen.rows * 8 * layout.halves * sum(chosen.ctas)
-            args = (*args, workspace.current(x.device).mailbox(words))
-    else:
-        partial = torch.empty(
-            layout.slices * chosen.rows * layout.row_blocks * 8 * layout.halves, device=x.device
-        )
-        args = (
-            layout.stream,
-            layout.offsets,
-            layout.book,
-            layout.residual,
-            layout.dense,
-            *columns,
-            partial,
-            arrived,
-            *shape,
-            layout.row_blocks,
-            layout.slices,
-            layout.residual_books,
-            layout.ranges,
-            layout.width,
-            layout.dense_begin,
-            layout.dense_steps,
-        )
-    kernel.launch(sum(chosen.ctas), 32 * launch.warps, args, shared=chosen.shared, pdl=pdl)
+    if chosen.launch.kernel == "direct":
+        books = (layout.stream, layout.book, layout.residual)
+        return (*books, *columns, *shape, layout.chunks)
+    partial = torch.empty(
+        layout.slices * chosen.rows * layout.row_blocks * 8 * layout.halves, device=x.device
+    )
+    return (
+        layout.stream,
+        layout.offsets,
+        layout.book,
+        layout.residual,
+        layout.dense,
+        *columns,
+        partial,
+        arrived,
+        *shape,
+        layout.row_blocks,
+        layout.slices,
+        layout.residual_books,
+        layout.ranges,
+        layout.width,
+        layout.dense_begin,
+        layout.dense_steps,
+    )
 
 
 def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool) -> None:
