@@ -64,6 +64,17 @@ def test_flags_of_the_families():
     assert flags["mistral"].windows == (4096,) * 3 and flags["qwen2"].windows == (None,) * 3
 
 
+@pytest.mark.parametrize(("changes", "told"), [
+    (dict(model_type="llama", partial_rotary_factor=0.5), "a part of each head"),  # which transformers ignores there
+    (dict(model_type="qwen2", sliding_window=5, layer_types=["sliding_attention"] * 3), "says that there are none"),
+    (dict(model_type="qwen3_5_text", hidden_act="gelu_pytorch_tanh"), "only silu is"),  # the convolution has it, too
+    (dict(model_type="exaone4", sliding_window=5, layer_types=["full_attention"] * 3), "that no layer has"),
+])
+def test_what_no_two_readers_take_alike_is_refused(changes, told):
+    with pytest.raises(UnsupportedError, match=told):
+        ModelConfig.from_dict(TINY | changes)
+
+
 def test_sliding_windows():
     qwen = TINY | dict(model_type="qwen2", sliding_window=9, max_window_layers=2)
     assert ModelConfig.from_dict(qwen).windows == (None, None, None)

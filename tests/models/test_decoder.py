@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from model_helpers import LINEARS, MODELS, DictWeights, assert_same_logits, load, run_paged, tokens_of, transformers_model
@@ -5,7 +7,7 @@ from model_helpers import LINEARS, MODELS, DictWeights, assert_same_logits, load
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.kernels import reference
-from flyweight.models.config import ModelConfig
+from flyweight.models.config import FAMILIES, ModelConfig
 from flyweight.models.decoder import Decoder
 from flyweight.models.layer import Block
 from flyweight.models.standard import plan_of
@@ -111,8 +113,9 @@ def test_dynamic_rope_beyond_the_trained_length_is_what_token_by_token_gives():
         assert_same_logits(run_paged(decoder, [tokens], chunk)[0], torch.stack(rows))
 
 
-def test_partial_rotary_is_a_rope_whose_last_waves_stand_still():
+def test_partial_rotary_is_a_rope_whose_last_waves_stand_still(monkeypatch):
     """transformers' Llama turns whole heads only: still waves, and dimensions paired the other way, say the same."""
+    monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], partial_rope=True))
     model = transformers_model("llama", head_dim=16)
     weights = DictWeights.of(model)
     weights.config["rope_parameters"] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)

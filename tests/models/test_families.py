@@ -268,7 +268,7 @@ def test_batches_in_chunks_give_the_logits_of_transformers(pair, chunk):
 # -- through the engine, and quantized ---------------------------------------------------------
 
 ONE_EACH = ("olmo3 yarn", "granite", "smollm3", "phi3 partial", "glm4", "glm4_moe", "gemma2", "gemma3",
-            "deepseek_v2", "deepseek_v3", "gpt_oss", *HYBRIDS)
+            "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "exaone4", *HYBRIDS)
 # two layers of a hybrid as it usually is have no attention at all
 NO_ATTENTION = "qwen3_5 states alone"
 SAMPLES = Samples(
@@ -357,11 +357,12 @@ def test_a_compressed_cache_has_no_eight_bits():
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
 
 
-@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn"), ("qwen3_5", "qwen3_5")])
+@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn"), ("qwen3_5", "qwen3_5"),
+                                             ("qwen3_vl", "qwen3_vl_text")])
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_path):
     """By the names of transformers 5, and by those of the files on the hub."""
-    model_type, extra = MODELS[name]
+    model_type, extra = MODELS.get(name, (name, {}))
     text = SIZES | extra | dict(model_type=model_type)
     config = transformers.AutoConfig.for_model(
         whole, text_config=text, vision_config=VISION, tie_word_embeddings=whole == "gemma3"

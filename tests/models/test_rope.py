@@ -24,7 +24,7 @@ SCALINGS = {
 
 
 def read(theta=10000.0, **changes):
-    data = TINY | dict(model_type="llama", head_dim=64, max_position_embeddings=128, rope_theta=theta) | changes
+    data = TINY | dict(model_type="glm", head_dim=64, max_position_embeddings=128, rope_theta=theta) | changes
     return ModelConfig.from_dict(data), transformers.AutoConfig.for_model(**data)
 
 

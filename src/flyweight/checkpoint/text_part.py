@@ -1,5 +1,5 @@
 """The text model inside a folder that holds a vision tower too (Gemma 3 from 4B on, Mistral Small,
-Qwen3.5).
+Qwen3-VL, Qwen3.5).
 
 Its config is an object of its own inside config.json, and its tensors have a prefix. Both are
 turned into what the text model alone would have, so that nobody else has to know; what sees images
@@ -14,6 +14,7 @@ from typing import Any
 # model_type of the whole → model_type of the text model inside → its architecture
 WRAPPED: dict[str, dict[str, str]] = {
     "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
+    "qwen3_vl": {"qwen3_vl_text": "Qwen3ForCausalLM"},
     "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "mistral3": {
@@ -22,6 +23,8 @@ WRAPPED: dict[str, dict[str, str]] = {
         "ministral3": "Ministral3ForCausalLM",
     },
 }
+# of texts alone: rope by three positions of a token is rope by one where these are equal
+PLAIN = {"qwen3_vl_text": "qwen3"}
 SHARED = (
     "dtype",
     "torch_dtype",
@@ -50,6 +53,7 @@ def text_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
     kinds = WRAPPED[config["model_type"]]
     found: dict[str, Any] = {"model_type": next(iter(kinds))} | dict(config["text_config"])
     found["architectures"] = [kinds[found["model_type"]]]
+    found["model_type"] = PLAIN.get(found["model_type"], found["model_type"])
     for key in SHARED:
         if found.get(key) is None and config.get(key) is not None:
             found[key] = config[key]

@@ -94,6 +94,8 @@ class Family:
     layer_types: Callable[[Data, int], list[str]] = values.trailing
     # the default where the key is missing, or the key that says it; None is hidden_size / heads
     head_dim: int | str | None = None
+    # whether `partial_rotary_factor` may be less than 1; others have no such key, or ignore it
+    partial_rope: bool = False
     # of layers with a window, where they have a rope table of their own: the key of its base
     local_rope: str | None = None
     # which layers have a state in place of attention; None: none do
@@ -232,6 +234,11 @@ class ModelConfig:
             head_dim = values.count(data, "head_dim", family.head_dim or hidden // heads)
         max_positions = values.count(data, "max_position_embeddings")
         rope, local_rope = values.read_ropes(data, head_dim, max_positions, local=family.local_rope)
+        if rope.rotary_dim != head_dim and not family.partial_rope:
+            raise UnsupportedError(
+                f"config.json: rope over a part of each head (partial_rotary_factor) is not "
+                f"supported for model_type {model_type}"
+            )
         return cls(
             model_type=model_type,
             hidden_size=hidden,
@@ -386,6 +393,11 @@ def _read_windows(data: Data, family: Family, layers: int) -> tuple[int | None, 
         kinds = values.layer_types(data, family.layer_types(data, layers), layers)
         return values.windows_of(data, kinds)
     if not data.get("use_sliding_window"):
+        if family.window == "layers" and values.SLIDING in (data.get("layer_types") or ()):
+            raise UnsupportedError(
+                "config.json: 'layer_types' names layers with a window, and 'use_sliding_window' "
+                "says that there are none"
+            )
         return (None,) * layers
     if family.window == "never":
         raise UnsupportedError(

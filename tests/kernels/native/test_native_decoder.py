@@ -6,6 +6,8 @@ values, which three layers of a random model turn into percents of the logits. T
 x in 8 bits by group.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from flyweight.engine.request import SamplingParams
 from flyweight.errors import UnsupportedError
 from flyweight.kernels.native import library
 from flyweight.kv_format import KV_FORMATS, KVFormat
+from flyweight.models.config import FAMILIES as KNOWN
 from flyweight.models.native import read_parts
 from flyweight.kernels.native.executor import NativeDecoder
 from flyweight.models.decoder import Decoder
@@ -55,6 +58,12 @@ STEPS = (  # (cached tokens, new tokens) of each sequence
     [(38, 1), (2, 1), (25, 1)],
     [(39, 40)],
 )
+
+
+@pytest.fixture(autouse=True)
+def llama_turns_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the kernels can; of the families that they run none does so far."""
+    monkeypatch.setitem(KNOWN, "llama", replace(KNOWN["llama"], partial_rope=True))
 
 
 def caches(

@@ -136,6 +136,7 @@ GLM_MOE = dict(
 FAMILIES = {
     "glm": Family(
         "GlmForCausalLM",
+        partial_rope=True,
         qkv_bias="attention_bias",
         head_dim=HEAD_DIMS["glm"],
         defaults=GLM,
@@ -143,6 +144,7 @@ FAMILIES = {
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
+        partial_rope=True,
         qkv_bias="attention_bias",
         head_dim=HEAD_DIMS["glm4"],
         defaults=GLM,
@@ -150,6 +152,7 @@ FAMILIES = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
+        partial_rope=True,
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         experts=Experts(read_experts, write_experts),

@@ -89,6 +89,7 @@ FAMILIES = {
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         qk_norm=True,
+        partial_rope=True,
         head_dim=128,
         experts=Experts(read_experts, write_experts),
         defaults=dict(

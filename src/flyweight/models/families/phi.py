@@ -27,6 +27,7 @@ def phi_plan(config: ModelConfig) -> ModelPlan:
 FAMILIES = {
     "phi3": Family(
         "Phi3ForCausalLM",
+        partial_rope=True,
         window="all",
         defaults=dict(
             vocab_size=32064,

@@ -119,6 +119,8 @@ DELTA = dict(
     linear_num_value_heads=32,
 )
 SHARED: dict[str, Any] = dict(
+    partial_rope=True,
+    activations=("silu",),  # the convolution and the gate have it, too
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
