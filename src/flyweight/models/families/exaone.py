@@ -10,7 +10,7 @@ from typing import Any
 
 from flyweight.errors import UnsupportedError
 from flyweight.models.config import Family, ModelConfig, sizes
-from flyweight.models.config_values import FULL, SLIDING, one_in
+from flyweight.models.config_values import FULL, SLIDING, count, one_in
 from flyweight.models.families.olmo import behind
 from flyweight.models.plan import LayerPlan, ModelPlan
 from flyweight.models.standard import change_layers, standard_plan
@@ -38,9 +38,12 @@ def layer_types(data: Mapping[str, Any], layers: int) -> list[str]:
             "config.json: a 'sliding_window' that no layer has is not supported for exaone4: no "
             "layer would turn queries and keys"
         )
-    pattern = data.get("sliding_window_pattern", INTERVAL)
-    # the first files spell it out: LLLG
-    return one_in(len(pattern) if isinstance(pattern, str) else pattern, layers)
+    if data.get("layer_types"):
+        return list(data["layer_types"])
+    pattern = data.get("sliding_window_pattern")
+    if isinstance(pattern, str):  # as the first files have it: LLLG
+        return one_in(len(pattern) or INTERVAL, layers)
+    return one_in(count(data, "sliding_window_pattern", INTERVAL), layers)
 
 
 FAMILIES = {

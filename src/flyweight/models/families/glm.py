@@ -81,7 +81,7 @@ def glm4_moe_plan(config: ModelConfig) -> ModelPlan:
 
 def read_experts(data: Mapping[str, Any], layers: int) -> MoeConfig:
     width = count(data, "moe_intermediate_size")
-    first = data.get("first_k_dense_replace") or 0
+    first = count(data, "first_k_dense_replace") if data.get("first_k_dense_replace") else 0
     key = "n_routed_experts" if "n_routed_experts" in data else "num_local_experts"
     return MoeConfig(
         experts=count(data, key),
