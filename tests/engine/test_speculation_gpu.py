@@ -32,6 +32,9 @@ class Oracle:
     def warm_up(self):
         pass
 
+    def learn(self, works, seconds):
+        pass
+
     def promising(self, request):
         return True
 

@@ -17,11 +17,11 @@ def weights(name="tiny", scheme="vptq"):
     return PresetWeights(PRESETS[name], scheme)
 
 
-def test_a_gpu_has_bytes_unless_told_otherwise_and_a_cpu_has_none():
+def test_codebooks_are_rounded_where_it_is_asked_for_and_nowhere_else():
     stored = weights()
-    assert narrow_books(stored, None, CPU) is stored
+    assert narrow_books(stored, None, GPU) is stored
     assert narrow_books(stored, "stored", GPU) is stored
-    assert narrow_books(stored, None, GPU) is not stored
+    assert narrow_books(stored, "int8", GPU) is not stored
     with pytest.raises(OptionError, match="--vptq-books"):
         narrow_books(stored, "int4", GPU)
 

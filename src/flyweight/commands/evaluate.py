@@ -120,7 +120,7 @@ def evaluate(
                 dtype=dtype,
                 exact=not served,
                 head=None if own else head,
-                vptq_books="stored" if own else vptq_books,
+                vptq_books=None if own else vptq_books,
                 kv_dtype=None if own else kv_dtype,
                 prompt_dtype=None if own else prompt_dtype,
             )

@@ -46,7 +46,7 @@ Head = Annotated[
 VptqBooks = Annotated[
     str | None,
     typer.Option(
-        help="Codebooks of VPTQ weights: int8 (faster on a GPU, where it is the default) or stored."
+        help="Codebooks of VPTQ weights: int8 (faster on a GPU) or stored (default)."
     ),
 ]
 KvDtype = Annotated[

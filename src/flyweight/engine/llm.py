@@ -103,8 +103,8 @@ class LLM:
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the
                        folder asks for, else as stored
-    vptq_books         int8: codebooks of VPTQ in bytes where a kernel reads them, the default on a
-                       GPU; stored: as the files have them
+    vptq_books         int8: codebooks of VPTQ in bytes where a kernel reads them; None, stored: as
+                       the files have them
     native             on a CPU: kernels in C that read weights in the bits of their file, whole
                        steps in one call; None: where they can (`executor` says which runs, and
                        why), False: torch, True: nothing else

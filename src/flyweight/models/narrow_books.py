@@ -1,8 +1,8 @@
 """Codebooks of VPTQ in bytes, rounded as they are loaded (`--vptq-books`).
 
 One row of VPTQ waits for shared memory, which serves entries of bytes twice as fast as those of 16
-bits (kernels/cuda/vptq_bytes.cu). So on a GPU, whose kernels alone gain by it, bytes are the rule
-for codebooks of the shape that those take; experts have kernels of their own and stay as they are.
+bits (kernels/cuda/vptq_bytes.cu). Codebooks of the shape that this kernel takes are rounded where
+it is asked for; experts have kernels of their own and stay as they are.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ EXPERTS = ".experts."
 
 
 def narrow_books(weights: Weights, books: str | None, device: torch.device) -> Weights:
-    """`weights`, with codebooks as `books` names them (None: in bytes on a GPU)."""
+    """`weights`, with codebooks as `books` names them (None: as stored)."""
     if books not in (None, IN_BYTES, AS_STORED):
         raise OptionError(unknown("--vptq-books", str(books), [IN_BYTES, AS_STORED]))
-    wanted = books or (IN_BYTES if device.type == "cuda" else AS_STORED)
-    return weights if wanted == AS_STORED else NarrowBooks(weights, device, asked=books is not None)
+    return NarrowBooks(weights, device) if books == IN_BYTES else weights
 
 
 class NarrowBooks:
     """Weights as they are, but for codebooks that a kernel reads in bytes."""
 
-    def __init__(self, weights: Weights, device: torch.device, *, asked: bool):
+    def __init__(self, weights: Weights, device: torch.device):
         self.weights = weights
-        self.asked = asked
         self.count = 0
         self.device = device  # where every item is looked at: on a host it would take minutes
         self.config: dict[str, Any] = weights.config
@@ -64,7 +62,7 @@ class NarrowBooks:
 
     def check_used(self) -> None:
         self.weights.check_used()
-        if self.asked and not self.count:
+        if not self.count:
             raise OptionError(
                 f"--vptq-books {IN_BYTES} is for VPTQ weights, vectors of 8 with up to 8,192 + 256 "
                 "entries and no outliers, and this model has none: leave it out"
