@@ -266,12 +266,9 @@ class LLM:
     @property
     def takes_turns(self) -> bool:
         """Whether a server's answers and prompts run in steps of their own."""
-        passes = self.engine.runner.passes
-        captured = passes is not None and not passes.alone
+        captured = self.engine.runner.passes is not None
         if self.turns and not captured:
-            raise OptionError(
-                "turns: parts of prompts are not captured of this model; leave it out"
-            )
+            raise OptionError("turns: this model's passes are not captured; leave it out")
         return captured and self.turns is not False and not self.guesses
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
