@@ -20,7 +20,7 @@ from flyweight.bench.rows import ResultFile
 from flyweight.commands.evaluate import complete_rows, result_row
 from flyweight.kv_format import MODEL
 from flyweight.quant.evaluate import compare
-from flyweight.quant.subject import Subject, load_subject
+from flyweight.quant.subject import Rounding, Subject, load_subject
 
 KEPT_BYTES = 4 << 30  # of predictions
 
@@ -46,7 +46,9 @@ class Kept:
 def measure(plain: Kept, name: str, kv: str, options: argparse.Namespace) -> dict:
     """One type of cache, with the weights as they are loaded for it."""
     text = options.text.read_text(encoding="utf-8")
-    subject = load_subject(name, text, device=options.device, dtype=None, kv_dtype=kv)
+    subject = load_subject(
+        name, text, device=options.device, dtype=None, rounding=Rounding(kv_dtype=kv)
+    )
     result, agreement = compare(
         plain,
         subject.decoder,
@@ -72,7 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
     results = ResultFile(options.out)
     text = options.text.read_text(encoding="utf-8")
     for name in options.model:
-        subject = load_subject(name, text, device=options.device, dtype=None, kv_dtype=MODEL)
+        subject = load_subject(
+            name, text, device=options.device, dtype=None, rounding=Rounding(kv_dtype=MODEL)
+        )
         plain = Kept(subject, min(options.tokens, len(subject.ids)))
         for kv in options.kv:
             row = measure(plain, name, kv, options)

@@ -21,7 +21,7 @@ from flyweight.bench.facts import checkpoint_facts
 from flyweight.bench.rows import ResultFile, rounded
 from flyweight.commands.evaluate import complete_rows
 from flyweight.quant.evaluate import Mean, cut_windows
-from flyweight.quant.subject import load_subject
+from flyweight.quant.subject import Rounding, load_subject
 
 
 class Distance:
@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     heads = ["stored", *options.head]
     cases = {
         (model, head): load_subject(
-            model, text, device=options.device, dtype=options.dtype, head=head
+            model, text, device=options.device, dtype=options.dtype, rounding=Rounding(head=head)
         ).decoder
         for model in options.model
         for head in heads

@@ -16,7 +16,7 @@ from flyweight.bench.rows import ResultFile
 from flyweight.commands.evaluate import complete_rows, result_row
 from flyweight.models.narrow_books import AS_STORED, IN_BYTES
 from flyweight.quant.evaluate import compare
-from flyweight.quant.subject import load_subject
+from flyweight.quant.subject import Rounding, load_subject
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,8 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     text = options.text.read_text(encoding="utf-8")
     for name in options.model:
         stored, rounded = (
-            load_subject(name, text, device=options.device, dtype=None, vptq_books=books)
-            for books in (AS_STORED, IN_BYTES)
+            load_subject(name, text, device=options.device, dtype=None, rounding=books)
+            for books in (Rounding(vptq_books=AS_STORED), Rounding(vptq_books=IN_BYTES))
         )
         result, agreement = compare(
             stored.decoder,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flyweight.engine import llm as engine
+from flyweight.engine import memory
 from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
 from flyweight.engine.states import StatePool
@@ -90,7 +91,7 @@ def test_preempted_sequences_begin_again(open_tiny):
 
 
 def test_samples_of_one_prompt_and_fewer_slots_than_sequences(open_tiny, monkeypatch):
-    monkeypatch.setattr(engine, "count_states", lambda *args, **options: 2)
+    monkeypatch.setattr(memory, "count_states", lambda *args, **options: 2)
     llm = open_tiny(max_num_seqs=4, prefix_cache=False)
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, n=3)
     (output,) = llm.generate([list(range(3, 40))], params)

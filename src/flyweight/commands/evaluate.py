@@ -102,13 +102,14 @@ def evaluate(
 
     from flyweight.bench.rows import ResultFile
     from flyweight.quant.evaluate import Remembered, compare, perplexity
-    from flyweight.quant.subject import load_subject
+    from flyweight.quant.subject import AS_FILES_ASK, Rounding, load_subject
 
     # first: a file that cannot be written shows at once
     results = ResultFile(output) if output is not None else None
 
     console = Console(stderr=True, highlight=False)
     first, original, rows = None, None, []
+    rounding = Rounding(head, vptq_books, kv_dtype, prompt_dtype)
     for name in models:
         with console.status(f"Loading {name} …"):
             # the original's head and cache stay as its files ask for
@@ -119,10 +120,7 @@ def evaluate(
                 device=device,
                 dtype=dtype,
                 exact=not served,
-                head=None if own else head,
-                vptq_books=None if own else vptq_books,
-                kv_dtype=None if own else kv_dtype,
-                prompt_dtype=None if own else prompt_dtype,
+                rounding=AS_FILES_ASK if own else rounding,
             )
         window = window or min(WINDOW, subject.longest_window)
         if window > subject.longest_window:

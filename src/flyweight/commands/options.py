@@ -45,9 +45,7 @@ Head = Annotated[
 ]
 VptqBooks = Annotated[
     str | None,
-    typer.Option(
-        help="Codebooks of VPTQ weights: int8 (faster on a GPU) or stored (default)."
-    ),
+    typer.Option(help="Codebooks of VPTQ weights: int8 (faster on a GPU) or stored (default)."),
 ]
 KvDtype = Annotated[
     str | None,

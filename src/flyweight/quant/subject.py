@@ -63,6 +63,19 @@ class Subject:
         return str(self.decoder.dtype).removeprefix("torch.") if format is None else format.name
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What is rounded to fewer bits as a model is loaded and run, as options name it."""
+
+    head: str | None = None
+    vptq_books: str | None = None
+    kv_dtype: str | None = None
+    prompt_dtype: str | None = None
+
+
+AS_FILES_ASK = Rounding()
+
+
 def load_subject(
     model: str,
     text: str,
@@ -70,10 +83,7 @@ def load_subject(
     device: str | None,
     dtype: str | None,
     exact: bool = True,
-    head: str | None = None,
-    vptq_books: str | None = None,
-    kv_dtype: str | None = None,
-    prompt_dtype: str | None = None,
+    rounding: Rounding = AS_FILES_ASK,
 ) -> Subject:
     from flyweight.engine.loading import choose_dtype
     from flyweight.kernels.linear.prompts import check_prompt_dtype
@@ -88,11 +98,12 @@ def load_subject(
     place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
     ids, bos = tokens_of(checkpoint, text)
-    weights = narrow_head(checkpoint, head)
+    weights = narrow_head(checkpoint, rounding.head)
     computed = choose_dtype(dtype, checkpoint.config, place)
     config = ModelConfig.from_dict(checkpoint.config)
-    scheme = choose_kv_scheme(kv_dtype, checkpoint, config)
-    weights = narrow_books(balance_keys(weights, scheme), vptq_books, place)
+    scheme = choose_kv_scheme(rounding.kv_dtype, checkpoint, config)
+    weights = narrow_books(balance_keys(weights, scheme), rounding.vptq_books, place)
+    prompt_dtype = rounding.prompt_dtype
     plain = prompt_dtype is None and scheme.format is None
     if place.type == "cpu" and plain and native.why_not(config, computed) is None:
         whole = NativeWhole(native.load(weights, exact=exact), scheme)
