@@ -10,25 +10,14 @@ from typing import Any
 
 from flyweight.checkpoint.names import BLOCK_ROUTER, BLOCK_ROUTER_CORRECTION
 from flyweight.models.config import Experts, Family, ModelConfig, MoeConfig, sizes
-from flyweight.models.config_values import count
+from flyweight.models.families import gpt_oss
 from flyweight.models.plan import ExpertsPlan, LayerPlan, MlpPlan, ModelPlan, RouterPlan
 from flyweight.models.standard import change_layers, standard_plan
 
 
 def read_experts(data: Mapping[str, Any], layers: int) -> MoeConfig:
-    """All layers have some, of the width that others give to their MLP."""
-    return MoeConfig(
-        experts=count(data, "num_local_experts"),
-        experts_per_token=count(data, "num_experts_per_tok"),
-        intermediate_size=count(data, "intermediate_size"),
-        shared_intermediate_size=None,
-        normalize_weights=True,
-        dense_layers=(),
-    )
-
-
-def write_experts(moe: MoeConfig) -> dict[str, Any]:
-    return dict(num_local_experts=moe.experts, num_experts_per_tok=moe.experts_per_token)
+    """Named as in gpt-oss, whose router has no shares left to normalize."""
+    return replace(gpt_oss.read_experts(data, layers), normalize_weights=True)
 
 
 def named(mlp: MlpPlan, index: int) -> MlpPlan:
@@ -69,7 +58,7 @@ FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM",
         window="all",
-        experts=Experts(read_experts, write_experts),
+        experts=Experts(read_experts, gpt_oss.write_experts),
         defaults=dict(
             vocab_size=32000,
             hidden_size=4096,
@@ -91,7 +80,7 @@ FAMILIES = {
         qk_norm=True,
         partial_rope=True,
         head_dim=128,
-        experts=Experts(read_experts, write_experts),
+        experts=Experts(read_experts, gpt_oss.write_experts),
         defaults=dict(
             vocab_size=200064,
             hidden_size=3072,
