@@ -13,8 +13,8 @@
 probabilities that the engine reports (captured steps where there are some) with a float32 model in
 plain torch on the same weights. The measure is the same model in 16 bits through torch's own
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
-long prompt; shares of a copy's bandwidth are of all bytes that a step has to move
-(`flyweight/limit.py`), and of linears without routers and states. `kernels` lists the launches of
+long prompt; `share_of_copy` is of the linears' bytes, `share_of_copy_all` of routers and states, too,
+which a step has to move as well. `kernels` lists the launches of
 the layers of a captured step; `both` does both. `variants` times steps with qkv and attention in
 one kernel or apart, experts added up by their second linear or by a kernel of its own; `prompts`
 says how long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a
@@ -328,19 +328,19 @@ def speed(name: str, llm: LLM) -> dict[str, Any]:
     steps = llm.engine.runner.steps
     copied = copy_bandwidth(torch.device(DEVICE))
     rate = 256 / seconds / copied / 1e9
-    weights = llm.decoder.step_nbytes
-    states = llm.decoder.state_nbytes
+    linears = llm.decoder.step_nbytes - routers(llm)
+    everything = llm.decoder.step_nbytes + llm.decoder.state_nbytes
     return dict(
         kind="family speed",
         preset=name.partition("@")[0],
         layers=llm.config.layers,
         batch=1,
         tok_s=round(256 / seconds, 1),
-        bytes_a_step=weights,
-        state_bytes_a_step=states,
+        bytes_a_step=linears,
+        bytes_a_step_all=everything,
         copy_gb_s=round(copied),
-        share_of_copy=round((weights + states) * rate, 3),
-        share_of_linears=round((weights - routers(llm)) * rate, 3),
+        share_of_copy=round(linears * rate, 3),
+        share_of_copy_all=round(everything * rate, 3),
         prompt_ms=round(1e3 * min(prompts[1:]), 2),
         captured=steps is not None,
         why_not=unsupported_reason(llm.decoder, PAGE),
