@@ -13,8 +13,8 @@
 probabilities that the engine reports (captured steps where there are some) with a float32 model in
 plain torch on the same weights. The measure is the same model in 16 bits through torch's own
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
-long prompt; `share_of_copy` is of the linears' bytes, `share_of_copy_all` of routers and states, too,
-which a step has to move as well. `kernels` lists the launches of
+long prompt; `share_of_copy` is of the linears' bytes, `share_of_copy_all` of routers and states,
+too, which a step has to move as well. `kernels` lists the launches of
 the layers of a captured step; `both` does both. `variants` times steps with qkv and attention in
 one kernel or apart, experts added up by their second linear or by a kernel of its own; `prompts`
 says how long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a
