@@ -38,6 +38,11 @@ class Batch:
     # int32 [sequences, 7] of `SequenceState`, where layers keep a state; None: none do
     states: Tensor | None = None
 
+    @property
+    def begins_alone(self) -> bool:
+        """A prompt from its first token, and nothing else."""
+        return self.kv_lengths == [len(self.tokens)]
+
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, because masked slots are multiplied by 0, which only a finite number survives.

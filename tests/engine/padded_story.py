@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flyweight.batch import KVStorage
+from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Padding, pack, padded_tokens
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
@@ -35,10 +36,8 @@ class Story:
         self.rows.enter(self.requests)
 
     def _caches(self) -> list[KVStorage]:
-        config, device = self.decoder.config, self.decoder.device
-        size = (self.blocks + 1, self.page, config.kv_heads, config.head_dim)
-        return [KVStorage(*(torch.zeros(size, dtype=self.decoder.dtype, device=device) for _ in range(2)))
-                for _ in self.decoder.blocks]
+        shape = CacheShape.of(self.decoder.config, self.decoder.dtype)
+        return [shape.storage(layer, self.blocks + 1, self.page, self.decoder.device) for layer in range(shape.layers)]
 
     def step(self, *spans: tuple[int, int], into: torch.Tensor | None = None) -> None:
         """The next tokens of some requests, (request, tokens of it); both ways must agree, in the caches too."""

@@ -316,7 +316,10 @@ def test_a_server_takes_turns_where_passes_are_captured_and_nobody_guesses(given
     scheduler = llm.engine.scheduler
     llm.pace_prompts()
     assert scheduler.turn_tokens is None, "no passes are captured on a CPU"
-    llm.engine.runner.passes = SimpleNamespace(patient=False)
+    llm.engine.runner.passes = SimpleNamespace(patient=False, alone=True)
+    llm.pace_prompts()
+    assert scheduler.turn_tokens is None, "parts of prompts are not captured"
+    llm.engine.runner.passes = SimpleNamespace(patient=False, alone=False)
     llm.pace_prompts()
     assert (scheduler.turn_tokens is None) == bool({"turns", "speculate"} & set(given)) and llm.engine.runner.passes.patient
     assert scheduler.turn_tokens in (None, given.get("prompt_tokens_beside", TURN_TOKENS))

@@ -75,6 +75,30 @@ def test_padding_changes_no_logits_and_writes_to_no_block_of_a_sequence(config):
         story.step(*spans)
 
 
+LATENT = PRESETS["deepseek-v2-lite"] | TINY | dict(
+    num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=16, eos_token_id=1)
+
+
+@torch.inference_mode()
+def test_prompts_of_latent_attention_are_captured_where_they_are_alone(monkeypatch):
+    """Their rows are in hand: nothing is read of the cache, and nothing cut up on the host."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: Played(self, batch, plans))
+    monkeypatch.setattr(Played, "made", 0)
+    story = Story(load(LATENT, torch.float32), tolerance=1e-4)
+    assert passes.alone_reason(story.decoder) and not passes.alone_reason(load(CONFIG, torch.float32))
+    graphs = passes.PassGraphs(story.decoder, story.padded, story.rows, alone=True)
+    graphs.warm_up_parts()
+    assert not graphs.held and graphs.padded_tokens(works_of([(3, 9)])) is None
+    story.forward = graphs.forward
+    for spans in ([(0, 13)], [(1, 16)], [(2, 9)]):
+        assert graphs.padded_tokens(works_of([(0, count) for _, count in spans])) == 16
+        graphs.inputs.fill_(0x7F)
+        story.step(*spans, into=graphs.inputs)
+    assert Played.made == len(graphs.held) == 1
+
+
 class Played:
     """A captured pass without a GPU: only the tensors that were there at its capture."""
 
@@ -167,7 +191,7 @@ def test_parts_of_prompts_are_of_kinds_that_were_captured_before_the_first_reque
             size = padded_tokens(works_of([(cached, new) for new, cached in parts]))
             parts += [(size - total, 0)] if size > total else []
             starts = [sum(new for new, _ in parts[:i]) for i in range(len(parts) + 1)]
-            large_graphs._find(SimpleNamespace(
+            large_graphs._find(SimpleNamespace(begins_alone=False, 
                 tokens=torch.zeros(size), kv_lengths=[new + cached for new, cached in parts], query_starts=starts,
                 block_tables=torch.zeros(len(parts), 1024)))
     assert len(large_graphs.held) == kinds, "none had to be launched one by one"
@@ -184,7 +208,7 @@ def test_a_server_captures_mixed_steps_when_nobody_waits(monkeypatch):
     monkeypatch.setattr(graphs.decoder, "hidden", lambda batch, *_: torch.zeros(len(batch.tokens), 32))
 
     def run(size):
-        graphs.hidden(SimpleNamespace(tokens=torch.zeros(size), kv_lengths=[size - 1, 1]))
+        graphs.hidden(SimpleNamespace(begins_alone=False, tokens=torch.zeros(size), kv_lengths=[size - 1, 1]))
 
     run(16)
     assert not graphs.rest(), "it came once"
@@ -205,5 +229,5 @@ def test_the_pass_that_was_not_used_for_longest_gives_way(monkeypatch):
     graphs = passes.PassGraphs(story.decoder, story.padded, story.rows)
     monkeypatch.setattr(graphs.decoder, "hidden", lambda batch, *_: torch.zeros(len(batch.tokens), 32))
     for size in (16, 32, 16, 64):
-        graphs.hidden(SimpleNamespace(tokens=torch.zeros(size), kv_lengths=[size]))
+        graphs.hidden(SimpleNamespace(begins_alone=True, tokens=torch.zeros(size), kv_lengths=[size]))
     assert list(graphs.held) == [(16,), (64,)]

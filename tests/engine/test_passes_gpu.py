@@ -1,11 +1,20 @@
 """Captured passes on a GPU: the very bits of the same pass launched kernel by kernel, and the logits of unpadded ones."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_models import CUDA, PAGE, gap_where_parted, load, make_engine, params, prompts, run
 from padded_story import Story
 
 from flyweight.engine.passes import PassGraphs, unsupported_reason
+from flyweight.models.decoder import Decoder
+from flyweight.models.presets import PresetWeights
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from families import small_config
 
 pytestmark = pytest.mark.gpu
 BOUND = {"bf16": 0.03, "int4": 0.03, "w8a16": 0.03, "w8a8": 0.1}  # W8A8 rounds otherwise where attention's last bit differs
@@ -32,6 +41,17 @@ def test_captured_passes_are_the_passes_launched_one_by_one(scheme):
     for spans in STEPS:
         story.step(*spans, into=graphs.inputs)
     assert len(graphs.held) < len(STEPS) and all(one.graph is not None for one in graphs.held.values())
+
+
+def test_prompts_of_latent_attention_are_captured_where_they_are_alone():
+    config = small_config("deepseek-v2-lite", 2, tiny=True)
+    decoder = Decoder.load(PresetWeights(config, "bf16", device=CUDA), device=CUDA, dtype=torch.bfloat16)
+    story = Story(decoder, tolerance=BOUND["bf16"], page=PAGE, length=640)
+    graphs = PassGraphs(decoder, story.padded, story.rows, alone=True)
+    story.forward = graphs.forward
+    for spans in ([(0, 300)], [(1, 40)], [(2, 384)], [(3, 310)], [(4, 384)]):
+        story.step(*spans, into=graphs.inputs)
+    assert len(graphs.held) == 3 and all(one.graph is not None for one in graphs.held.values())
 
 
 @pytest.mark.parametrize("turns", [False, True])

@@ -81,6 +81,7 @@ class EagerPasses:
     """What captured passes do, on the CPU: all other steps, padded to a power of two."""
 
     inputs = None
+    alone = False
 
     def __init__(self, runner: Runner):
         self.runner, self.taken = runner, []

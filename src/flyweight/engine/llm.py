@@ -266,9 +266,12 @@ class LLM:
     @property
     def takes_turns(self) -> bool:
         """Whether a server's answers and prompts run in steps of their own."""
-        captured = self.engine.runner.passes is not None
+        passes = self.engine.runner.passes
+        captured = passes is not None and not passes.alone
         if self.turns and not captured:
-            raise OptionError("turns: this model's passes are not captured; leave it out")
+            raise OptionError(
+                "turns: parts of prompts are not captured of this model; leave it out"
+            )
         return captured and self.turns is not False and not self.guesses
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:

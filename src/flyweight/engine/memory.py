@@ -19,6 +19,7 @@ from flyweight.errors import ResourceError
 from flyweight.kv_format import SCALE_BYTES, KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
+from flyweight.models.plan import LayerPlan
 from flyweight.models.standard import plan_of
 from flyweight.shortage import size_text
 
@@ -189,6 +190,16 @@ def plan_memory(
     return Memory(weights, workspace, graphs, kv, kv_tokens, held, slots)
 
 
+def attention_width(layer: LayerPlan) -> int:
+    """Numbers of a token between a layer's first linear and its o; latent attention writes queries,
+    keys and values once more, side by side.
+    """
+    latent = layer.attention.latent
+    groups = latent.groups if latent else ()
+    expanded = 2 * sum(sum(group.sizes) for group in groups)
+    return sum(layer.qkv.sizes) + expanded + layer.o.in_features
+
+
 def graph_bytes(decoder: Decoder, rows: int, tokens: int) -> int:
     """What captured steps of so many rows and passes of so many tokens will take.
 
@@ -196,7 +207,7 @@ def graph_bytes(decoder: Decoder, rows: int, tokens: int) -> int:
     that all of them share.
     """
     config = decoder.config
-    mixed = max(sum(layer.qkv.sizes) + layer.o.in_features for layer in plan_of(config).layers)
+    mixed = max(attention_width(layer) for layer in plan_of(config).layers)
     widths = 2 * config.hidden_size + 2 * config.intermediate_size + mixed
     if config.moe is not None:  # rows of experts, packed and not; as many again may fill up tiles
         widths += (

@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import NOBODY, Batch, KVStorage
-from flyweight.engine import graphs
+from flyweight.engine import graphs, packed
 from flyweight.engine.capture import capture
-from flyweight.engine.packed import PART_SIZES, SIZES, filler, padded_tokens
+from flyweight.engine.packed import PART_SIZES, SIZES, filler
 from flyweight.engine.rows import Rows
+from flyweight.engine.scheduler import Work
 from flyweight.kernels.dispatch import unsupported_by_triton
 from flyweight.models.attention import Plans
 from flyweight.models.decoder import Decoder
@@ -47,9 +48,14 @@ END = 16  # tokens of one prompt's end beside the beginning of another
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     """None, or why this model's passes cannot be captured."""
-    if any(block.latent is not None for block in decoder.blocks):
-        return "prompts of latent attention are cut up on the host, each in its own way"
     return graphs.unsupported_reason(decoder, page) or unsupported_by_triton()
+
+
+def alone_reason(decoder: Decoder) -> str | None:
+    """None, or why of its passes only prompts alone from their first token can be captured."""
+    if any(block.latent is not None for block in decoder.blocks):
+        return "what latent attention reads of the cache is cut up on the host"
+    return None
 
 
 @dataclass
@@ -63,7 +69,10 @@ class Captured:
 class PassGraphs:
     patient = False  # whether to capture mixed steps when nobody waits
 
-    def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], rows: Rows):
+    def __init__(
+        self, decoder: Decoder, caches: Sequence[KVStorage], rows: Rows, *, alone: bool = False
+    ):
+        self.alone = alone
         self.decoder, self.caches, self.device = decoder, caches, decoder.device
         most, sequences = SIZES[-1], rows.capacity + 1  # the padding may be one
         blocks = max(rows.pages, most // caches[0].block_size + 1)
@@ -79,7 +88,10 @@ class PassGraphs:
         self.held: dict[Hashable, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
-    padded_tokens = staticmethod(padded_tokens)
+    def padded_tokens(self, works: Sequence[Work]) -> int | None:
+        if self.alone and not packed.begins_alone(works):
+            return None
+        return packed.padded_tokens(works)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -94,6 +106,8 @@ class PassGraphs:
         """And parts of prompts: after little and after much of the same prompt, and the end of one
         beside the beginning of another, which take a tile more.
         """
+        if self.alone:
+            return
         for size in reversed(PART_SIZES):
             fitting = [cached for cached in AFTER if cached + size <= self.context]
             for cached in fitting:
@@ -137,7 +151,7 @@ class PassGraphs:
                 self.decoder.taps.point(size)
             return self.states[:size]
         result = self.decoder.hidden(batch, self.caches, captured.plans)
-        if begins_alone(batch) or captured.seen >= (INSISTENT if self.patient else 2):
+        if batch.begins_alone or captured.seen >= (INSISTENT if self.patient else 2):
             captured.graph = self._capture(batch, captured.plans)
             captured.waiting = None
         elif captured.seen > 1:
@@ -159,7 +173,7 @@ class PassGraphs:
         """The pass of this batch's kind, with this batch's tables, whether it is captured or
         not.
         """
-        fixed = {} if begins_alone(batch) else self._plans(batch)
+        fixed = {} if batch.begins_alone else self._plans(batch)
         key = (len(batch.tokens), *((window, plan.shape) for window, plan in fixed.items()))
         if key in self.held:
             captured = self.held.pop(key)
@@ -189,8 +203,3 @@ class PassGraphs:
             self.states[: len(batch.tokens)].copy_(self.decoder.hidden(batch, self.caches, plans))
 
         return capture(launch, pool=self.pool)
-
-
-def begins_alone(batch: Batch) -> bool:
-    """A prompt from its first token, and nothing else."""
-    return batch.kv_lengths == [len(batch.tokens)]

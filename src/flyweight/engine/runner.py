@@ -93,6 +93,7 @@ class Passes(Protocol):
         """And those of prompts in turns with answers."""
 
     patient: bool  # whether others are prepared when nobody waits
+    alone: bool  # whether only prompts alone, from their first token, are prepared at all
 
     def rest(self) -> bool:
         """Nobody is there: prepare one of those; whether there was one."""
@@ -253,13 +254,12 @@ class Runner:
             or self.rows.states is not None
         ):
             return None
-        from flyweight.engine.passes import PassGraphs, unsupported_reason
+        from flyweight.engine.passes import PassGraphs, alone_reason, unsupported_reason
 
-        return (
-            None
-            if unsupported_reason(self.model, self.block_size)
-            else PassGraphs(self.model, self.caches, self.rows)
-        )
+        if unsupported_reason(self.model, self.block_size):
+            return None
+        alone = alone_reason(self.model) is not None
+        return PassGraphs(self.model, self.caches, self.rows, alone=alone)
 
     def rest(self) -> bool:
         """Nobody is there: prepare a pass for the next time. Whether there was one to prepare."""

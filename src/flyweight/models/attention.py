@@ -143,7 +143,7 @@ class Paged(PromptStage):
             plan.scale,
             batch=self.batch,
             cache=self.caches[block.index],
-            pieces=self.pieces,
+            pieces=lambda: self.pieces,
         )
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:

@@ -154,22 +154,37 @@ class Latent:
         *,
         batch: Batch,
         cache: KVStorage,
-        pieces: list[reference.Piece],
+        pieces: Callable[[], list[reference.Piece]],
     ) -> Tensor:
         """Packed tokens [tokens, outputs of qkv] → [tokens, heads, value]; their rows are written
-        to the cache first.
+        to the cache first. `pieces` are asked for where something is read from there: a prompt
+        alone that begins here has all of its rows, and so can be captured.
         """
         queries, rows = self.queries_and_rows(projected, turn)
         cache.write_rows(rows, batch.slots)
+        if batch.begins_alone and len(rows) > 1:
+            return self._attend_own(queries, rows, scale)
         parts = [
-            self._attend_piece(queries[piece.begin : piece.end], cache, piece, scale)
-            for piece in pieces
+            self._attend_own(queries[piece.begin : piece.end], rows[piece.begin : piece.end], scale)
+            if piece.causal
+            else self._attend_piece(queries[piece.begin : piece.end], cache, piece, scale)
+            for piece in pieces()
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_own(self, queries: Tensor, rows: Tensor, scale: float) -> Tensor:
+        """A sequence from its first token on."""
+        keys, values = self.expand(rows)
+        if torch_runs.takes_last(queries):
+            query, keys, values = (x.transpose(0, 1) for x in (queries, keys, values))
+            return torch_runs.attend_last(query, keys, values, scale).transpose(0, 1)
+        whole = queries[None], keys[None], values[None]
+        return reference.causal_attention(*whole, scale=scale)[0]
 
     def _attend_piece(
         self, queries: Tensor, cache: KVStorage, piece: reference.Piece, scale: float
     ) -> Tensor:
+        """Queries of sequences that began before, over what is cached of them."""
         slots = cache.keys.flatten(0, 2)  # one kv head
         rows = slots[piece.rows].view(piece.sequences, -1, slots.shape[-1])
         if piece.end - piece.begin == piece.sequences:
@@ -189,7 +204,6 @@ class Latent:
             keys,
             values,
             piece.mask,
-            is_causal=piece.causal,
             scale=scale,
         )
         return out[0].transpose(0, 1)
