@@ -25,8 +25,12 @@
 #endif
 #if CHOOSES
 #include "choose.cuh"
+#ifndef AHEAD
+#define AHEAD 0
+#endif
 constexpr int CHOICES = CHOSEN + JOINED;
 static_assert(ROWS == 1 && !PER_SLOT, "one token");
+static_assert(!AHEAD || (JOINED && !OWN_COPIES), "a producer fetches what is chosen in any case");
 #endif
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
@@ -73,6 +77,43 @@ DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, c
   end_launch(THREADS);
 }
 
+#if CHOOSES && AHEAD
+// Tiles of a CTA: its part of the shared expert's, then its part of all chosen ones'. `expert_of` is there when all threads have met.
+struct Part {
+  int first, count;
+};
+DEVICE Part part_of(int tiles) {
+  const int first = (int)((long long)blockIdx.x * tiles / gridDim.x);
+  return {first, (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first};
+}
+template <typename Choose, typename Publish>
+DEVICE void multiply_ahead(LinearShared& sh, const Linear& a, const int* expert_of, Choose choose, Publish publish) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Part shared = part_of(TILES), others = part_of(CHOSEN * TILES);
+  const int count = shared.count + others.count;
+  auto tile_at = [=](int i) {
+    if (i < shared.count) return Tile{EXPERTS * TILES + shared.first + i, shared.first + i, CHOSEN};
+    const int at = others.first + i - shared.count, slot = min(at / TILES, CHOSEN - 1), tile = at % TILES;
+    return Tile{expert_of[slot] * TILES + tile, tile, slot};
+  };
+  const Slice whole = slice_at(0);
+  const int known = min(shared.count, STAGES / TILE_STAGES);  // more would wait for those who choose
+  if (warp == WARPS) {
+    produce(sh, a, whole, count, tile_at, [] {}, known, [] { __syncthreads(); }, lane);
+    if (known == count) __syncthreads();
+    return;
+  }
+  choose();
+  __syncthreads();
+  publish();
+  const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
+  Rounds<decltype(tile_at)> rounds = {a, tile_at, count, whole};
+  Ring ring = {sh};
+  consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
+  end_launch(THREADS);
+}
+#endif
+
 #if !CHOOSES
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 2)
 experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
@@ -102,15 +143,15 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   __shared__ int chosen[CHOICES];
   __shared__ float shares[CHOICES];
   begin_linear(sh);
-  if (warp < WARPS) {
+  auto choose = [&] {
     auto read = [&](const int (&expert)[OF_LANE], float (&logit)[OF_LANE]) {
       await_words(logits, expert, logit);
     };
     choose_by_warps(read, router_bias, scale, chosen, shares, warp, lane);
     if (JOINED && threadIdx.x == 0) chosen[CHOSEN] = EXPERTS;
-  }
-  __syncthreads();
-  if (blockIdx.x == 0 && warp == 0) {  // for experts_sum.cu
+  };
+  auto publish = [&] {  // for experts_sum.cu
+    if (blockIdx.x > 0 || warp > 0) return;
     if (JOINED && GATE && lane == CHOSEN) {
       const int at[1] = {EXPERTS};
       float gate[1];
@@ -124,7 +165,15 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
       store_relaxed(choices + lane, __int_as_float(chosen[lane]));
       store_relaxed(choices + CHOICES + lane, shares[lane]);
     }
-  }
-  multiply_slots(sh, {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon}, X, CHOICES, chosen);
+  };
+  const Linear a = {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon};
+#if AHEAD
+  multiply_ahead(sh, a, chosen, choose, publish);
+#else
+  if (warp < WARPS) choose();
+  __syncthreads();
+  publish();
+  multiply_slots(sh, a, X, CHOICES, chosen);
+#endif
 }
 #endif

@@ -289,9 +289,9 @@ template <typename TileAt> struct OwnRing {
 #endif
 
 // The ring is filled before this kernel's inputs are there, but for its last HELD stages: those come while x is prepared, when there
-// would be nothing to fetch otherwise. `early` runs ahead of the wait.
-template <typename TileAt, typename Early>
-DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
+// would be nothing to fetch otherwise. `early` runs ahead of the wait. Tiles but for the first `known` are told by `learn`.
+template <typename TileAt, typename Early, typename Learn>
+DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int known, Learn learn, int lane) {
   const int skipped = BALANCED ? slice.skipped : 0, stages = stages_of(slice, count);
   int slot = 0, parity = 1;
   auto stage_of = [&](int i) {
@@ -309,6 +309,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
   u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
   if (turns) await_turn(turns, lane);
   for (int i = 0; i < stages; i++) {
+    if (i == known * TILE_STAGES) learn();
     if (i == STAGES - HELD) await_inputs(i);
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
     const Stage s = stage_of(i);
@@ -320,6 +321,10 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
   }
   if (turns && lane == 0) count_up(turns + 1);
   if (stages <= STAGES - HELD) await_inputs(stages);
+}
+template <typename TileAt, typename Early>
+DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
+  produce(sh, a, slice, count, tile_at, early, 0, [] {}, lane);
 }
 
 DEVICE float as_float(float v) { return v; }

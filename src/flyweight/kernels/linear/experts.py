@@ -43,6 +43,9 @@ MANY_EXPERTS = 256
 MOST_CHOSEN = 16
 # of all choices together, where they are: every CTA converts them all
 MOST_INPUTS = 8192
+# whether weights of the shared expert come before the choice, and what they and the chosen ones'
+# wait for is the choice alone
+SHARED_AHEAD = True
 
 
 @dataclass(frozen=True)
@@ -408,6 +411,8 @@ class GroupedExperts:
         defines = gemv.defines(weight, 1, linear, device, norm=True, epilogue=weight.epilogue(None))
         defines |= {"PER_SLOT": 0, "CHOOSES": 1, "JOINED": int(self.joined)}
         defines |= self.routing.defines | {"GATE": int(self.gated)}
+        if SHARED_AHEAD and self.joined:
+            defines |= {"AHEAD": 1, "HELD": 0}
         if self.bias is not None:
             defines["BIASED"] = 1
         kernel = jit.load("experts.cu", defines=defines).kernel("experts")
