@@ -4,7 +4,7 @@
     python benchmarks/families.py speed gemma-3-12b:int4 qwen3-next-80b-a3b:int4@12 … --out
         rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
-    python benchmarks/families.py variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
+    python benchmarks/families.py speed,kernels,variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
     python benchmarks/families.py prompts deepseek-v2-lite:bf16 --out rows.jsonl
     python benchmarks/families.py depth qwen3-next-80b-a3b:int4 --out rows.jsonl
     python benchmarks/families.py latent --out rows.jsonl
@@ -15,13 +15,13 @@ plain torch on the same weights. The measure is the same model in 16 bits throug
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence, and times a
 long prompt; `share_of_copy` is of the linears' bytes, `share_of_copy_all` of routers and states,
 too, which a step has to move as well. `kernels` lists the launches of the layers of a captured
-step; `both` does both. `variants` times steps with qkv and attention in one kernel or apart,
-experts added up by their second linear or by a kernel of its own, weights fetched sooner or later;
-`prompts` says how long prompts of some lengths take, and how long the GPU is busy with them;
-`depth` what a layer takes in models of more and fewer layers, of as many layers with the weights of
-few, and where all tokens have the same experts; `latent` the attention of prompts whose values are
-narrower than their keys. In these all experts of a model have the numbers of one: they lie apart,
-so a step reads as much as ever, and a large mixture is there in seconds.
+step. `variants` times steps with qkv and attention in one kernel or apart, experts added up by
+their second linear or by a kernel of its own, weights fetched sooner or later; `prompts` says how
+long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a layer
+takes in models of more and fewer layers, of as many layers with the weights of few, and where all
+tokens have the same experts; `latent` the attention of prompts whose values are narrower than their
+keys. In these all experts of a model have the numbers of one: they lie apart, so a step reads as
+much as ever, and a large mixture is there in seconds.
 """
 
 from __future__ import annotations
@@ -556,7 +556,7 @@ MEASURES: dict[str, Measure] = dict(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("check", "both", "latent", *MEASURES))
+    parser.add_argument("what", help=f"check, latent, or of {', '.join(MEASURES)}, with commas")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--shapes", default="tiny,real")
     parser.add_argument("--schemes", default="int4,bf16")
@@ -565,10 +565,9 @@ def main() -> None:
     if options.what == "latent":
         return latent(options.out)
     if options.what != "check":
-        both = (speed, kernels)
-        measures = both if options.what == "both" else [MEASURES[options.what]]
+        measures = [MEASURES[name] for name in options.what.split(",")]
         for name in options.names:
-            measure_one(name, list(measures), options.out)
+            measure_one(name, measures, options.out)
         return
     for shapes in options.shapes.split(","):
         for preset in options.names or CHECKED:
