@@ -4,7 +4,7 @@
     python benchmarks/families.py speed gemma-3-12b:int4 qwen3-next-80b-a3b:int4@12 … --out
         rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
-    python benchmarks/families.py speed,kernels,variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
+    python benchmarks/families.py speed,fetches qwen3-next-80b-a3b:int4@12 --out rows.jsonl
     python benchmarks/families.py prompts deepseek-v2-lite:bf16 --out rows.jsonl
     python benchmarks/families.py depth qwen3-next-80b-a3b:int4 --out rows.jsonl
     python benchmarks/families.py latent --out rows.jsonl
@@ -16,12 +16,12 @@ products: `ratio` is the engine's error over that one's. `speed` decodes one seq
 long prompt; `share_of_copy` is of the linears' bytes, `share_of_copy_all` of routers and states,
 too, which a step has to move as well. `kernels` lists the launches of the layers of a captured
 step. `variants` times steps with qkv and attention in one kernel or apart, experts added up by
-their second linear or by a kernel of its own, weights fetched sooner or later; `prompts` says how
-long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a layer
-takes in models of more and fewer layers, of as many layers with the weights of few, and where all
-tokens have the same experts; `latent` the attention of prompts whose values are narrower than their
-keys. In these all experts of a model have the numbers of one: they lie apart, so a step reads as
-much as ever, and a large mixture is there in seconds.
+their second linear or by a kernel of its own, `fetches` with weights fetched sooner or later;
+`prompts` says how long prompts of some lengths take, and how long the GPU is busy with them;
+`depth` what a layer takes in models of more and fewer layers, of as many layers with the weights of
+few, and where all tokens have the same experts; `latent` the attention of prompts whose values are
+narrower than their keys. In these all experts of a model have the numbers of one: they lie apart,
+so a step reads as much as ever, and a large mixture is there in seconds.
 """
 
 from __future__ import annotations
@@ -113,16 +113,22 @@ class Way:
     summed: bool = True  # whether the second linear adds experts up
     ahead: bool = True  # whether the shared expert's weights come before the choice
     late: int | None = None  # stages of a ring that are fetched only with the inputs
+    delay: int = 0  # cycles that weights of experts' second linears wait for those of the first
 
 
 WAYS = (
     Way("as it is"),
-    Way("shared expert behind the choice", ahead=False),
-    Way("rings filled at once", late=0),
-    Way("one stage late", late=1),
     Way("attention apart", separate="asked for"),
     Way("experts added up apart", summed=False),
     Way("both apart", separate="asked for", summed=False),
+)
+FETCHES = (
+    WAYS[0],
+    Way("shared expert behind the choice", ahead=False),
+    Way("rings filled at once", late=0),
+    Way("second linears 2000 cycles later", delay=2000),
+    Way("second linears 4000 cycles later", delay=4000),
+    Way("second linears 4000 cycles later, rings filled at once", delay=4000, late=0),
 )
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
@@ -412,6 +418,15 @@ def greedy(count: int) -> SamplingParams:
 
 def variants(name: str, llm: LLM) -> dict[str, Any]:
     """Steps captured anew each way; the first tokens tell whether all compute the same."""
+    return compared(name, llm, WAYS)
+
+
+def fetches(name: str, llm: LLM) -> dict[str, Any]:
+    """The same of steps whose weights are fetched sooner or later."""
+    return compared(name, llm, FETCHES)
+
+
+def compared(name: str, llm: LLM, ways: tuple[Way, ...]) -> dict[str, Any]:
     steps = llm.engine.runner.steps
     assert isinstance(steps, DecodeGraphs)
     row = dict(kind="family variants", preset=name.partition("@")[0], layers=llm.config.layers)
@@ -421,13 +436,14 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
     def capture(way: Way) -> None:
         steps.separate = way.separate
         experts.SHARED_AHEAD = way.ahead
+        experts.SUM_DELAY = way.delay
         gemv.late_stages = late_stages if way.late is None else lambda *_: way.late  # type: ignore[assignment]
         experts.sum_plan = sum_plan if way.summed else lambda *_: None  # type: ignore[assignment]
         steps.steps.clear()
         steps.graphs.clear()
         gc.collect()
 
-    for way in (*WAYS, WAYS[0]):  # the first again, should the GPU have become warmer
+    for way in (*ways, ways[0]):  # the first again, should the GPU have become warmer
         capture(way)
         tokens = llm.generate([list(range(3, 67))], greedy(12))[0].token_ids
         found = row.setdefault(way.name, dict(tok_s=[], tokens=list(tokens)))
@@ -550,7 +566,12 @@ def write(row: dict[str, Any], out: Path) -> None:
 
 
 MEASURES: dict[str, Measure] = dict(
-    speed=speed, kernels=kernels, variants=variants, depth=depth, prompts=prompts
+    speed=speed,
+    kernels=kernels,
+    variants=variants,
+    fetches=fetches,
+    depth=depth,
+    prompts=prompts,
 )
 
 

@@ -159,7 +159,7 @@ CASES = [
     *(("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=2, PER_SLOT=0, KDIM=2048, NDIM=1024, EXPERTS=512, CHOSEN=10, GATE=1, NORMALIZE=1,
                                CHOOSES=1, JOINED=1, AHEAD=ahead)) for ahead in (0, 1)),
     ("experts_sum.cu", GEMV | dict(FORMAT=1, KDIM=5632, NDIM=2048, NORM=0, EPILOGUE=1, STAGES=16, STAGE_BLOCKS=8, SLOTS=1, SLOT_BLOCKS=8,
-                                   CHOOSES=513)),
+                                   CHOOSES=513, DELAY=4000)),
     ("experts_sum.cu", GEMV | dict(FORMAT=1, KDIM=5632, NDIM=2048, NORM=0, EPILOGUE=1, STAGES=16, STAGE_BLOCKS=8, SLOTS=1, SLOT_BLOCKS=8)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, KDIM=2048, NDIM=9216, HEADS=16, KV_HEADS=2, HEAD_DIM=256, ROTARY=64, HEAD_CTAS=66,
                                       GATED=1)),

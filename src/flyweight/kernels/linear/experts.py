@@ -46,6 +46,8 @@ MOST_INPUTS = 8192
 # whether weights of the shared expert come before the choice, and what they and the chosen ones'
 # wait for is the choice alone
 SHARED_AHEAD = True
+# cycles that weights of the second linear wait for those of the first
+SUM_DELAY = 0
 
 
 @dataclass(frozen=True)
@@ -639,6 +641,8 @@ def sum_words(
     logits = len(words) - 2 * choices
     defines = gemv.defines(weight, 1, plan, device, norm=False, epilogue="residual")
     defines |= {"KDIM": choices * inner, "SLOT_BLOCKS": inner // 64, "CHOOSES": logits}
+    if SUM_DELAY:
+        defines["DELAY"] = SUM_DELAY
     kernel = jit.load("experts_sum.cu", defines=defines).kernel("experts_sum")
     arrived = workspace.current(x.device).bytes("experts arrived", 4)
     tables = (words[logits:], residual, out, None, words)
