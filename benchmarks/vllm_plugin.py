@@ -357,12 +357,15 @@ class Engine:
         self.channel, theirs = Pipe()
         environment = environment_of(side, options)
         own = side == "native" or options.no_forks
+        self.python = sys.executable
+        if side == "native" and options.native_python:
+            self.python = options.native_python
         self.process = (self._begun if own else self._forked)(theirs, environment)
         theirs.close()  # so that the end of the process is the end of the channel
         self.channel.send(side)
 
     def _begun(self, theirs: Connection, environment: dict[str, str]) -> Any:
-        command = [sys.executable, __file__, "--worker", str(theirs.fileno())]
+        command = [self.python, __file__, "--worker", str(theirs.fileno())]
         with self.log.open("w") as log:
             return subprocess.Popen(
                 command,
@@ -641,6 +644,7 @@ def parse() -> argparse.Namespace:
     add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
     add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
+    add("--native-python", help="of our engine; default: the one that runs this")
     add("--own-late", action="store_true", help="our engines start one model after the other")
     add("--alike", action="store_true", help="our engine's experts have the numbers of one")
     add("--first-configs", action="store_true", help="vLLM's Triton kernels are not tuned")
