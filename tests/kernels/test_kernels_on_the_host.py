@@ -307,9 +307,7 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     assert int(ready) == 0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_experts_own_kernel_chooses_as_the_route_does(ahead, monkeypatch):
-    monkeypatch.setattr(experts, "SHARED_AHEAD", ahead)
+def test_the_experts_own_kernel_chooses_as_the_route_does():
     count, chosen, hidden, width = 259, 5, 320, 64
     first, second = ([linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + 1)]
                      for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None)))

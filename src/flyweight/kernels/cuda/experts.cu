@@ -25,18 +25,16 @@
 #endif
 #if CHOOSES
 #include "choose.cuh"
-#ifndef AHEAD
-#define AHEAD 0
-#endif
 constexpr int CHOICES = CHOSEN + JOINED;
 static_assert(ROWS == 1 && !PER_SLOT, "one token");
-static_assert(!AHEAD || (JOINED && !OWN_COPIES), "a producer fetches what is chosen in any case");
+static_assert(!OWN_COPIES, "a producer fetches what is chosen in any case");
 #endif
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 static_assert(NDIM % 16 == 0, "no tile belongs to two experts");
 
-// The products of `used` slots; `expert_of` lies in shared or in global memory.
+#if !CHOOSES
+// The products of `used` slots.
 DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, const int* expert_of) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tiles = used * TILES;
@@ -77,7 +75,7 @@ DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, c
   end_launch(THREADS);
 }
 
-#if CHOOSES && AHEAD
+#else
 // Tiles of a CTA: its part of the shared expert's, then its part of all chosen ones'. `expert_of` is there when all threads have met.
 struct Part {
   int first, count;
@@ -86,10 +84,10 @@ DEVICE Part part_of(int tiles) {
   const int first = (int)((long long)blockIdx.x * tiles / gridDim.x);
   return {first, (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first};
 }
-template <typename Choose, typename Publish>
-DEVICE void multiply_ahead(LinearShared& sh, const Linear& a, const int* expert_of, Choose choose, Publish publish) {
+template <typename Hold, typename Choose, typename Publish>
+DEVICE void multiply_chosen(LinearShared& sh, const Linear& a, const int* expert_of, Hold hold, Choose choose, Publish publish) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Part shared = part_of(TILES), others = part_of(CHOSEN * TILES);
+  const Part shared = part_of(JOINED ? TILES : 0), others = part_of(CHOSEN * TILES);
   const int count = shared.count + others.count;
   auto tile_at = [=](int i) {
     if (i < shared.count) return Tile{EXPERTS * TILES + shared.first + i, shared.first + i, CHOSEN};
@@ -99,6 +97,7 @@ DEVICE void multiply_ahead(LinearShared& sh, const Linear& a, const int* expert_
   const Slice whole = slice_at(0);
   const int known = min(shared.count, STAGES / TILE_STAGES);  // more would wait for those who choose
   if (warp == WARPS) {
+    if (known) hold();
     produce(sh, a, whole, count, tile_at, [] {}, known, [] { __syncthreads(); }, lane);
     if (known == count) __syncthreads();
     return;
@@ -167,13 +166,16 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
     }
   };
   const Linear a = {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon};
-#if AHEAD
-  multiply_ahead(sh, a, chosen, choose, publish);
+  auto hold = [&] {
+#if HOLD == 1
+    const int at[1] = {0};
+    float first[1];
+    await_words(logits, at, first);
 #else
-  if (warp < WARPS) choose();
-  __syncthreads();
-  publish();
-  multiply_slots(sh, a, X, CHOICES, chosen);
+    const u32 begin = cycles();
+    while (cycles() - begin < HOLD) {}
 #endif
+  };
+  multiply_chosen(sh, a, chosen, hold, choose, publish);
 }
 #endif

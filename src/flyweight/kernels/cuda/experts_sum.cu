@@ -9,10 +9,9 @@
 // Work split: a CTA has whole tiles of outputs (gemv.cu). Weights come as soon as the choices are known (experts.cu), mostly
 // before x is there. The last CTA that has seen all inputs takes the number of choices down to 0, as `combine` does. CHOOSES: choices
 // come as words that are their own flags (experts.cu), and these and the logits are emptied here.
-// DELAY: cycles from the choice to the first copy. Weights of the first linear are on their way then, and x is not there before they are.
 // Limit: bytes of the weights in use / bandwidth, and how soon x is ready.
 //
-// defines: those of gemv.cuh, SLOT_BLOCKS, SHARED_BYTES, CHOOSES (0: else how many logits there are), DELAY (0)
+// defines: those of gemv.cuh, SLOT_BLOCKS, SHARED_BYTES, CHOOSES (0: else how many logits there are)
 #include "gemv.cuh"
 #include "patience.cuh"
 #include "words.cuh"
@@ -20,9 +19,6 @@
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 #ifndef CHOOSES
 #define CHOOSES 0
-#endif
-#ifndef DELAY
-#define DELAY 0
 #endif
 constexpr int CHOICES = BLOCKS / SLOT_BLOCKS;
 static_assert(ROWS == 1 && STAGE_BLOCKS == SLOT_BLOCKS && BLOCKS % SLOT_BLOCKS == 0 && !BALANCED && !OWN_COPIES, "an expert is a stage");
@@ -60,10 +56,7 @@ experts_sum(const u8* weights, const u32* records, const u16* X, const float* sh
   a.experts = (const int*)found, a.shares = found + CHOICES;
 #endif
   const Slice whole = slice_at(0);
-  if (warp == WARPS) {
-    for (const u32 begin = cycles(); DELAY > 0 && cycles() - begin < DELAY;) {}
-    return produce(sh, a, whole, count, tile_at, [] {}, lane);
-  }
+  if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
 #if CHOOSES
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < CHOOSES; i += gridDim.x * THREADS) slots[i] = ~0;  // who chose by them has ended

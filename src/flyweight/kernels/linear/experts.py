@@ -43,11 +43,7 @@ MANY_EXPERTS = 256
 MOST_CHOSEN = 16
 # of all choices together, where they are: every CTA converts them all
 MOST_INPUTS = 8192
-# whether weights of the shared expert come before the choice, and what they and the chosen ones'
-# wait for is the choice alone
-SHARED_AHEAD = True
-# cycles that weights of the second linear wait for those of the first
-SUM_DELAY = 0
+HOLD = 0
 
 
 @dataclass(frozen=True)
@@ -413,8 +409,8 @@ class GroupedExperts:
         defines = gemv.defines(weight, 1, linear, device, norm=True, epilogue=weight.epilogue(None))
         defines |= {"PER_SLOT": 0, "CHOOSES": 1, "JOINED": int(self.joined)}
         defines |= self.routing.defines | {"GATE": int(self.gated)}
-        if SHARED_AHEAD and self.joined:
-            defines |= {"AHEAD": 1, "HELD": 0}
+        # inputs are there long before the choice
+        defines |= {"HELD": 0, "HOLD": HOLD}
         if self.bias is not None:
             defines["BIASED"] = 1
         kernel = jit.load("experts.cu", defines=defines).kernel("experts")
@@ -641,8 +637,6 @@ def sum_words(
     logits = len(words) - 2 * choices
     defines = gemv.defines(weight, 1, plan, device, norm=False, epilogue="residual")
     defines |= {"KDIM": choices * inner, "SLOT_BLOCKS": inner // 64, "CHOOSES": logits}
-    if SUM_DELAY:
-        defines["DELAY"] = SUM_DELAY
     kernel = jit.load("experts_sum.cu", defines=defines).kernel("experts_sum")
     arrived = workspace.current(x.device).bytes("experts arrived", 4)
     tables = (words[logits:], residual, out, None, words)
