@@ -52,6 +52,7 @@ from flyweight.engine.request import SamplingParams
 from flyweight.kernels import dependent_launch, reference
 from flyweight.kernels.attention import torch_runs
 from flyweight.kernels.linear import experts, gemv
+from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.machine import copy_bandwidth, device_name
 from flyweight.models.decode_step import unsupported_reason
 from flyweight.models.decoder import Decoder
@@ -111,9 +112,9 @@ class Way:
     name: str
     separate: str | None = None  # why qkv and attention are two kernels
     summed: bool = True  # whether the second linear adds experts up
-    ahead: bool = True  # whether the shared expert's weights come before the choice
-    late: int | None = None  # stages of a ring that are fetched only with the inputs
-    delay: int = 0  # cycles that weights of experts' second linears wait for those of the first
+    hold: int = experts.HOLD  # how long the shared expert's weights wait for the router
+    early: bool | None = None  # whether qkv's weights are asked for at once; None: as loaded
+    whole: bool = True  # whether rings then are as long as can be
 
 
 WAYS = (
@@ -124,11 +125,10 @@ WAYS = (
 )
 FETCHES = (
     WAYS[0],
-    Way("shared expert behind the choice", ahead=False),
-    Way("rings filled at once", late=0),
-    Way("second linears 2000 cycles later", delay=2000),
-    Way("second linears 4000 cycles later", delay=4000),
-    Way("second linears 4000 cycles later, rings filled at once", delay=4000, late=0),
+    Way("shared expert at once", hold=0),
+    Way("shared expert 1500 cycles later", hold=1500),
+    Way("rings no longer", whole=False),
+    Way("qkv as in dense models", early=False),
 )
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
@@ -426,24 +426,32 @@ def fetches(name: str, llm: LLM) -> dict[str, Any]:
     return compared(name, llm, FETCHES)
 
 
+def shorter(fitting_plan: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, whole=False, **options: fitting_plan(*args, **options)
+
+
 def compared(name: str, llm: LLM, ways: tuple[Way, ...]) -> dict[str, Any]:
     steps = llm.engine.runner.steps
     assert isinstance(steps, DecodeGraphs)
     row = dict(kind="family variants", preset=name.partition("@")[0], layers=llm.config.layers)
     sum_plan = experts.sum_plan
-    late_stages = gemv.late_stages
+    fitting_plan = gemv.fitting_plan
+    linears = [block.qkv.fused for block in llm.decoder.blocks]
+    weights = {one: one.weight for one in linears if isinstance(one, TiledLinear)}
 
     def capture(way: Way) -> None:
         steps.separate = way.separate
-        experts.SHARED_AHEAD = way.ahead
-        experts.SUM_DELAY = way.delay
-        gemv.late_stages = late_stages if way.late is None else lambda *_: way.late  # type: ignore[assignment]
+        experts.HOLD = way.hold
+        gemv.fitting_plan = fitting_plan if way.whole else shorter(fitting_plan)  # type: ignore[assignment]
+        for one, weight in weights.items():
+            early = weight.early if way.early is None else way.early
+            one.weight = dataclasses.replace(weight, early=early)
         experts.sum_plan = sum_plan if way.summed else lambda *_: None  # type: ignore[assignment]
         steps.steps.clear()
         steps.graphs.clear()
         gc.collect()
 
-    for way in (*ways, ways[0]):  # the first again, should the GPU have become warmer
+    for way in 2 * ways:  # in turns, as the GPU becomes warmer
         capture(way)
         tokens = llm.generate([list(range(3, 67))], greedy(12))[0].token_ids
         found = row.setdefault(way.name, dict(tok_s=[], tokens=list(tokens)))

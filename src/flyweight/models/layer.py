@@ -110,6 +110,8 @@ class Block:
             mlp: GatedMlp | Experts = Experts.load(
                 weights, plan, linears, ops=ops, device=device, dtype=dtype
             )
+            if mlp.waits_for_choices:
+                linears[plan.qkv.name].fused.fetch_early()
         else:
             mlp = GatedMlp(plan.mlp, linears)
         sinks = tensor(plan.attention.sinks, plan.attention.heads) if plan.attention.sinks else None

@@ -180,6 +180,11 @@ class Experts:
         )
 
     @property
+    def waits_for_choices(self) -> bool:
+        """Whether kernels of one token wait for each other's words, while memory is idle."""
+        return self.grouped is not None and self.grouped.by_words
+
+    @property
     def watched(self) -> bool:
         return any(
             one.gate_up.watch is not None or one.down.watch is not None for one in self.members

@@ -43,7 +43,8 @@ MANY_EXPERTS = 256
 MOST_CHOSEN = 16
 # of all choices together, where they are: every CTA converts them all
 MOST_INPUTS = 8192
-HOLD = 0
+# how long weights of a shared expert wait for the router: cuda/experts.cu
+HOLD = 1
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,11 @@ class GroupedExperts:
             self.down.matrix, tokens, device
         )
 
+    @property
+    def by_words(self) -> bool:
+        """Whether the first linear of one token makes the choice itself."""
+        return self._words_plan(gpu.of(self.router.device)) is not None
+
     def overlaps(self, tokens: int, device: Gpu) -> bool:
         """Whether kernels of such a step may begin early: with 8 tokens CTAs of experts.cu that
         begin early gather on some SMs, which takes longer than the overlap saves.
@@ -403,7 +409,9 @@ class GroupedExperts:
         """experts.cu, of one token whose experts it finds out itself."""
         weight = self.gate_up
         device = gpu.of(x.device)
-        linear = gemv.fitting_plan(weight.matrix, 1, device, tiles=16)
+        parts = (self.routing.chosen, int(self.joined))  # which share tiles out by themselves
+        most = sum(math.ceil(n * weight.matrix.tiles / device.processors) for n in parts)
+        linear = gemv.fitting_plan(weight.matrix, 1, device, tiles=most, whole=True)
         assert linear is not None
         out = weight.empty_result(len(chosen) // 2, x.device)
         defines = gemv.defines(weight, 1, linear, device, norm=True, epilogue=weight.epilogue(None))

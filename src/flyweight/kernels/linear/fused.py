@@ -168,6 +168,9 @@ class FusedLinear:
         """
         return False
 
+    def fetch_early(self) -> None:
+        """From now on one row's weights are asked for at once, as memory has nothing else to do."""
+
     @property
     def prompt_bytes(self) -> int:
         """What `keep_prompts` would take."""

@@ -220,9 +220,11 @@ def fitting_plan(
     more: int = 0,
     alone: bool = False,
     all_warps: bool = False,
+    whole: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
-    even that is too much. `all_warps`: those that have no share of the last stages, too.
+    even that is too much. `all_warps`: those that have no share of the last stages, too. `whole`:
+    a ring that holds all of a row's tiles where warps that meet more often make room for it.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
@@ -249,6 +251,11 @@ def fitting_plan(
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
         fewer: dict[str, Any] = dict(fewest=3, warps=wanted.warps // 2)
         several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
+    if whole and rows == 1 and not wanted.own_bytes:
+        often = dataclasses.replace(wanted, slots=math.ceil(tiles / 2))
+        found = plan_beside(matrix, rows, often, device)
+        if found and found.stages * found.stage_blocks >= tiles * matrix.blocks:
+            return found
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
@@ -306,6 +313,7 @@ def defines(
     epilogue: str = "store",
 ) -> dict[str, int]:
     """What gemv.cuh is compiled for."""
+    early = weight.early and rows == 1
     return {
         **weight.format.defines(symmetric=weight.symmetric),
         **weight.type_defines,
@@ -322,7 +330,7 @@ def defines(
         "STAGE_BLOCKS": chosen.stage_blocks,
         "SHARED_BYTES": chosen.shared,
         "SLOTS": chosen.slots,
-        "HELD": min(late_stages(weight.matrix, device), chosen.stages - 1),
+        "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **_prefetch(weight.matrix, chosen, device),
@@ -360,7 +368,9 @@ def multiply(
     runs = weight.matrix.tiles // pair
     tiles = math.ceil(runs / grid) * pair + balanced
     more = adapted.shared_bytes(tiles) if adapted else 0
-    chosen = fitting_plan(weight.matrix, rows, device, tiles=tiles, more=more, alone=alone)
+    chosen = fitting_plan(
+        weight.matrix, rows, device, tiles=tiles, more=more, alone=alone, whole=weight.early
+    )
     if chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory"

@@ -106,6 +106,9 @@ class TiledLinear(FusedLinear):
             codes = recode(self.weight, self.prompts).clone()
             self.prompts = dataclasses.replace(self.prompts, weights=codes)
 
+    def fetch_early(self) -> None:
+        self.weight = dataclasses.replace(self.weight, early=True)
+
     def kernel_for(self, rows: int) -> str:
         return self.choose(rows).kernel
 

@@ -88,6 +88,8 @@ class TiledWeight:
     by_rows: bool = False
     # int16 [in]: which input of x each column is for, where that is not their order (permuted.py)
     order: Tensor | None = None
+    # a ring of one row is filled at once: memory has nothing else to do before x is there
+    early: bool = False
     # Kernels loaded once, by rows and fusion: prompts launch from Python, and should not wait for
     # that. No addresses.
     calls: dict[tuple, Any] = field(default_factory=dict, repr=False)
