@@ -114,8 +114,8 @@ def test_norm_bias_and_silu_are_fused(kind="Q5_K"):
     assert error(gemv.multiply(weight, x, norm=Norm(norm, 1e-6)), want) < 1e-2
 
 
-# bytes of a file's blocks by their inputs; sub-scales of 6 bits take bytes here
-FILES = {"Q4_1": 20 / 32, "Q5_0": 22 / 32, "Q5_1": 24 / 32, "IQ4_NL": 18 / 32, "Q2_K": 84 / 256, "Q4_K": 144 / 256,
+# bytes of a file's blocks by their inputs; sub-scales of 6 bits take bytes here where minima have as many
+FILES = {"Q4_1": 20 / 32, "Q5_0": 22 / 32, "Q5_1": 24 / 32, "IQ4_NL": 18 / 32, "Q2_K": 84 / 256, "Q3_K": 110 / 256, "Q4_K": 144 / 256,
          "Q5_K": 176 / 256, "Q6_K": 210 / 256, "IQ4_XS": 136 / 256, "4:32=": 18 / 32, "8:32=": 34 / 32, "nvfp4": 9 / 16}
 
 

@@ -25,6 +25,7 @@
 #define SUBMINIMA 4      // 16 × (scale, scale of minima); of each group 16 × (factor, factor of the minimum) in bytes
 #define SUBNIBBLES 5     // the same with both factors in a byte
 #define FLOAT8_SCALES 6  // 16 scales in float32; then of each group 16 factors in float8
+#define SUBSIXES 7       // as SUBSCALES, in 6 bits: of two groups 16 bytes with their lower 4 bits, of four 16 with their upper ones
 #define INTEGERS 0       // CODING
 #define LOOKED_UP 1      // IQ4_NL's sixteen values
 #define TWICE_E2M1 2     // 4-bit floats; their scales are halved
@@ -135,14 +136,15 @@ DEVICE BlockCodes raised_codes(const u8* block, int lane) { return load_codes(bl
 
 constexpr int RECORD_GROUPS = GROUP > SUBGROUP ? GROUP / SUBGROUP : 1;
 constexpr int BYTES_OF_A_RECORD = RECORD_KIND == SCALES_ALONE ? 32 : RECORD_KIND == WITH_ZEROS ? 48 : RECORD_KIND == WITH_MINIMA ? 64
-    : RECORD_KIND == SUBSCALES ? 32 + 16 * RECORD_GROUPS : RECORD_KIND == SUBMINIMA ? 64 + 32 * RECORD_GROUPS
+    : RECORD_KIND == SUBSCALES ? 32 + 16 * RECORD_GROUPS : RECORD_KIND == SUBSIXES ? 32 + 12 * RECORD_GROUPS : RECORD_KIND == SUBMINIMA ? 64 + 32 * RECORD_GROUPS
     : 64 + 16 * RECORD_GROUPS;
 
 // What a group has for one output.
 struct GroupScale {
   float scale, zero, least;  // least: scale · zero, or a minimum; zero where it is a whole number
 };
-constexpr bool WHOLE_ZEROS = RECORD_KIND == SCALES_ALONE || RECORD_KIND == WITH_ZEROS || RECORD_KIND == SUBSCALES || RECORD_KIND == FLOAT8_SCALES;
+constexpr bool WHOLE_ZEROS = RECORD_KIND == SCALES_ALONE || RECORD_KIND == WITH_ZEROS || RECORD_KIND == SUBSCALES || RECORD_KIND == SUBSIXES ||
+                            RECORD_KIND == FLOAT8_SCALES;
 DEVICE float byte_float(u32 byte) { return __uint_as_float(0x4b000000 | byte) - 8388608.f; }  // no conversion unit needed
 DEVICE GroupScale with_zero(float scale, float zero) { return {scale, zero, scale * zero}; }
 // `record`: of a tile; `group`: of those that it has; `row` of the tile's 16.
@@ -158,6 +160,10 @@ DEVICE GroupScale group_scale(const u8* record, int group, int row) {
 #elif RECORD_KIND == SUBSCALES
   const u32 factor = record[32 + 16 * group + row];
   return with_zero(float_of<true>(halves[row]) * (byte_float(factor ^ 128) - 128.f), MIDDLE);
+#elif RECORD_KIND == SUBSIXES
+  const u32 low = record[32 + 16 * (group / 2) + row] >> 4 * (group % 2) & 15;
+  const u32 high = record[32 + 8 * RECORD_GROUPS + 16 * (group / 4) + row] >> 2 * (group % 4) & 3;
+  return with_zero(float_of<true>(halves[row]) * (byte_float(high << 4 | low) - 32.f), MIDDLE);
 #elif RECORD_KIND == SUBMINIMA || RECORD_KIND == SUBNIBBLES
   const u32 both = ((const u32*)record)[row];
   u32 factor, least;

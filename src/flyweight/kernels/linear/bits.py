@@ -29,6 +29,7 @@ KINDS = {
     "subminima": (4, 4, 2),
     "subnibbles": (5, 4, 1),
     "float8": (6, 4, 1),
+    "subsixes": (7, 2, 0.75),
 }
 
 
@@ -50,7 +51,7 @@ class Variant:
     @property
     def record_bytes(self) -> int:
         _, own, each = KINDS[self.kind]
-        return 16 * (own + each * max(1, self.span // self.group))
+        return int(16 * (own + each * max(1, self.span // self.group)))
 
     @property
     def defines(self) -> dict[str, int]:
@@ -99,7 +100,8 @@ def _of_blocks(tensor: IntBlock) -> Variant | None:
     span = tensor.matrix_shape[1] // tensor.scales.shape[-1]
     if span % 64:
         return None
-    kind = "subscales"
+    whole_bytes = span // group % 4 == 0
+    kind = "subsixes" if tensor.sub_bits == 6 and whole_bytes else "subscales"
     if tensor.mins is not None:
         kind = "subnibbles" if tensor.sub_bits == 4 else "subminima"
     return Variant(tensor.bits, kind, group, span, tensor.middle, coding)
@@ -140,12 +142,23 @@ def record_parts(tensor: QuantTensor, found: Variant) -> list[Tensor]:
         return shared
     groups = found.span // found.group
     factors = tensor.sub_scales.view(torch.uint8).unflatten(-1, (-1, groups))[..., None]
+    if found.kind == "subsixes":
+        return [*shared, *_sixes(tensor.sub_scales.unflatten(-1, (-1, groups)) + 32)]
     if tensor.sub_mins is None:
         return [*shared, factors]
     own = tensor.sub_mins.unflatten(-1, (-1, groups))[..., None]
     if found.kind == "subnibbles":
         return [*shared, factors | own << 4]
     return [*shared, torch.cat([factors, own], -1)]
+
+
+def _sixes(factors: Tensor) -> list[Tensor]:
+    """[out, records, groups], 6 bits → bytes: the lower 4 bits of two, the upper 2 of four."""
+    low = factors.to(torch.uint8) & 15
+    high = factors.to(torch.uint8) >> 4
+    pairs = low[..., 0::2] | low[..., 1::2] << 4
+    four = high[..., 0::4] | high[..., 1::4] << 2 | high[..., 2::4] << 4 | high[..., 3::4] << 6
+    return [pairs[..., None], four[..., None]]
 
 
 def _bytes(*parts: Tensor) -> Tensor:
