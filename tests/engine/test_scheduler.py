@@ -102,21 +102,19 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     play(scheduler, scheduler.schedule())
 
     def turns(*lengths):
-        """Tokens of the passes of prompts, and that a step of both answers stands between any two."""
+        """Tokens of the passes of prompts; a step of both answers stands between any two, and long ones take them along."""
         coming = [request(100 + i, length, answer=1, salt=None) for i, length in enumerate(lengths)]
         for one in coming:
             scheduler.add(one)
-        sizes = []
+        steps = []
         while not all(one.finished for one in coming):
             works = scheduler.schedule()
-            if any(work.request in answering for work in works):
-                assert [work.request for work in works] == answering and all(work.count == 1 for work in works)
-                sizes.append(None)
-            else:
-                sizes.append(sum(work.count for work in works))
+            answers = [work.count for work in works if work.request in answering]
+            steps.append((sum(work.count for work in works) - sum(answers), answers))
             play(scheduler, works)
-        assert not any(a is not None and b is not None for a, b in itertools.pairwise(sizes)), "answers wait for one pass"
-        return [size for size in sizes if size is not None]
+        assert all(answers == ([1, 1] if not size or size > 64 else []) for size, answers in steps)
+        assert not any(a == b == [] for (_, a), (_, b) in itertools.pairwise(steps)), "answers wait for one pass"
+        return [size for size, _ in steps if size]
 
     assert turns(200) == [64, 64, 64, 8]
     assert turns(65) == [63, 2], "no token is left that would pass for an answer"
