@@ -124,14 +124,15 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     assert turns(60, 60, 60, 60) == [64, 64, 64, 48], "where that is worth it"
     monkeypatch.setattr(schedulers, "MANY_CACHED", 100)
     assert turns(200) == [64, 64, 48, 24], "attention to many cached tokens takes longer"
-    monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
-    assert turns(100) == [48, 48, 4], "steps of many answers take longer"
+    monkeypatch.setattr(schedulers, "MANY_ANSWERS", (2, 8))
+    assert turns(130) == [64, 48, 18], "a prompt that is being read counts: it may answer behind this pass"
+    assert turns(200) == [64, 48, 40, 40, 8], "steps of many answers take longer, and both together longest"
     scheduler.long_gaps = 3.0
-    assert turns(120) == [48, 48, 24], "a pass that would not be full is not worth a long gap"
-    assert turns(1200) == [1000, 48, 48, 48, 48, 8], "two answers have saved one long gap each"
+    assert turns(120) == [64, 48, 8], "a pass that would not be full is not worth a long gap"
+    assert turns(1200) == [1000, 40, 40, 40, 40, 40], "two answers have saved one long gap each"
     assert scheduler.long_gaps == pytest.approx(1.0, abs=0.2)
     scheduler.max_num_seqs = 5
-    assert turns(96, 96, 96, 96)[:2] == [48, 48], "a burst that finds no seats is none"
+    assert turns(96, 96, 96, 96)[:2] == [64, 48], "a burst that finds no seats is none"
     for _ in range(2):
         works = scheduler.schedule()
         assert [work.request for work in works] == answering, "where no prompt waits, every step is the answers'"

@@ -49,10 +49,12 @@ from flyweight.models.rope import long_border
 
 # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 PROMPT_LOGITS = 1024
-# steps of more answers take longer, since linears of more rows are other kernels, and so do passes
-# with attention to more cached tokens: there passes are smaller by a quarter, and gaps hardly grow
-MANY_ANSWERS = 64
+# steps of more answers take longer, and so do passes with attention to more cached tokens: at each
+# of these borders passes become smaller, and gaps hardly grow. Of 512 tokens the shares are sizes
+# that are captured (`packed.PART_SIZES`) and leave no tile of the matrix kernels half empty
+MANY_ANSWERS = (40, 80)
 MANY_CACHED = 2048
+SHARES = (1.0, 0.75, 0.625, 0.5)
 # one gap in so many may be long: answers save up for long passes of prompts, and spend what they
 # have where these are full; well below the one in a hundred that percentiles of gaps are looked at
 GAPS_A_LONG_ONE = 200
@@ -232,8 +234,8 @@ class Scheduler:
         reading = [request for request in self.running if request.missing > 1]
         coming = list(itertools.islice(self.waiting, self.max_num_seqs - len(self.running)))
         answers = len(self.running) - len(reading)
-        if answers > MANY_ANSWERS or any(request.computed > MANY_CACHED for request in reading):
-            most = 3 * most // 4
+        borders = [len(self.running) > border for border in MANY_ANSWERS]
+        borders.append(any(request.computed > MANY_CACHED for request in reading))
         long = max(most, self.prompt_tokens_beside)
         unread = reading + coming
         tokens = sum(request.missing for request in unread)
@@ -242,7 +244,7 @@ class Scheduler:
         if tokens >= long and self.long_gaps >= answers:
             self.long_gaps -= answers
             return long, True
-        return most, False
+        return int(SHARES[sum(borders)] * most), False
 
     def _fill(
         self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True
