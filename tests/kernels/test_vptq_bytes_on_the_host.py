@@ -120,3 +120,31 @@ def test_what_the_kernel_cannot_hold_keeps_its_codebooks():
     assert takes_byte_books(VectorQuant.random((16, 256)))
     for options in (dict(outliers=16), dict(main=16384), dict(residual=512), dict(groups=2, main=64), dict(length=4, main=256)):
         assert not takes_byte_books(VectorQuant.random((16, 256), **options)), options
+
+
+def test_a_launch_that_shares_processors_begins_early_only_behind_another_of_its_kind(monkeypatch):
+    """Behind attention thread blocks would not lie one on each processor."""
+    _, weight = make((64, 512), **BOOKS)
+    begun = []
+    monkeypatch.setattr(gather.jit, "load", lambda *_, **options: Noted(options["defines"]["RESIDENT"], begun))
+    x, gated = torch.randn(1, 512).bfloat16(), torch.randn(1, 1024).bfloat16()
+    out = torch.empty(1, 64).bfloat16()
+    weight.multiply(x, out, Ends(norm=torch.ones(512).bfloat16()))
+    weight.multiply(gated, out, Ends(gated="silu", residual=out))
+    weight.multiply(x, out, Ends(residual=out))
+    weight.multiply(torch.randn(2, 512).bfloat16(), torch.empty(2, 64).bfloat16(), Ends())
+    assert begun == [(2, True), (2, True), (2, False), (1, True)]
+
+
+class Noted:
+    """A kernel that notes how many of it share a processor, and whether it begins early."""
+
+    def __init__(self, resident, begun):
+        self.resident = resident
+        self.begun = begun
+
+    def kernel(self, name):
+        return self
+
+    def launch(self, *_, pdl, **__):
+        self.begun.append((self.resident, pdl))

@@ -100,7 +100,12 @@ def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> l
     ]
     small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
-        return small + [Launch("bytes", copies=copies) for copies in BYTE_COPIES]
+        residents = (2, 1) if staged_ahead and rows == 1 else (1,)
+        return small + [
+            Launch("bytes", copies=copies, resident=resident)
+            for resident in residents
+            for copies in (BYTE_COPIES if resident == 1 else BYTE_COPIES[:2])
+        ]
     return [launch for fits, launch in table if fits] + [
         Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
     ]
@@ -329,7 +334,11 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
         chosen.most_blocks,
     )
     kernel = jit.load("vptq_bytes.cu", defines=defines).kernel("vptq_bytes")
-    kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl)
+    # Two launches lie on a processor only while each has one thread block on every processor.
+    # Behind attention some processors would have room before others, and take two of this one, and
+    # so would those of all launches behind it. So this one begins when attention has ended.
+    balanced = ends.norm is not None or ends.gated is not None or launch.resident == 1
+    kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl and balanced)
 
 
 def worth_doubling(tensor: VectorQuant) -> bool:
