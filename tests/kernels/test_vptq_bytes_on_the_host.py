@@ -122,29 +122,31 @@ def test_what_the_kernel_cannot_hold_keeps_its_codebooks():
         assert not takes_byte_books(VectorQuant.random((16, 256), **options)), options
 
 
-def test_a_launch_that_shares_processors_begins_early_only_behind_another_of_its_kind(monkeypatch):
-    """Behind attention thread blocks would not lie one on each processor."""
+def test_launches_share_processors_but_two_thread_blocks_of_the_one_behind_attention_do_not(monkeypatch):
     _, weight = make((64, 512), **BOOKS)
-    begun = []
-    monkeypatch.setattr(gather.jit, "load", lambda *_, **options: Noted(options["defines"]["RESIDENT"], begun))
+    seen = []
+    monkeypatch.setattr(gather.jit, "load", lambda *_, **options: Noted(options["defines"]["RESIDENT"], seen))
     x, gated = torch.randn(1, 512).bfloat16(), torch.randn(1, 1024).bfloat16()
     out = torch.empty(1, 64).bfloat16()
     weight.multiply(x, out, Ends(norm=torch.ones(512).bfloat16()))
     weight.multiply(gated, out, Ends(gated="silu", residual=out))
     weight.multiply(x, out, Ends(residual=out))
     weight.multiply(torch.randn(2, 512).bfloat16(), torch.empty(2, 64).bfloat16(), Ends())
-    assert begun == [(2, True), (2, True), (2, False), (1, True)]
+    whole = host_cuda.HOST.shared_memory_per_multiprocessor
+    assert [resident for resident, _ in seen] == [2, 2, 2, 1]
+    *others, behind, _ = (shared + 1024 for _, shared in seen)  # with what the system takes of each
+    assert 2 * max(others) <= whole < 2 * behind and behind + max(others) <= whole
 
 
 class Noted:
-    """A kernel that notes how many of it share a processor, and whether it begins early."""
+    """A kernel that notes how many of it may share a processor, and its shared memory."""
 
-    def __init__(self, resident, begun):
+    def __init__(self, resident, seen):
         self.resident = resident
-        self.begun = begun
+        self.seen = seen
 
     def kernel(self, name):
         return self
 
-    def launch(self, *_, pdl, **__):
-        self.begun.append((self.resident, pdl))
+    def launch(self, *_, shared, **__):
+        self.seen.append((self.resident, shared))

@@ -334,11 +334,13 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
         chosen.most_blocks,
     )
     kernel = jit.load("vptq_bytes.cu", defines=defines).kernel("vptq_bytes")
-    # Two launches lie on a processor only while each has one thread block on every processor.
-    # Behind attention some processors would have room before others, and take two of this one, and
-    # so would those of all launches behind it. So this one begins when attention has ended.
-    balanced = ends.norm is not None or ends.gated is not None or launch.resident == 1
-    kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl and balanced)
+    shared = chosen.shared
+    if launch.resident > 1 and ends.norm is None and ends.gated is None:
+        # Two launches lie on a processor only while each has one thread block on every processor.
+        # Behind attention some processors have room before others, and would take two, and so would
+        # those of all launches behind this one: so it leaves no room for a second of its own.
+        shared = max(shared, gpu.of(x.device).shared_memory_per_multiprocessor // 2)
+    kernel.launch(sum(chosen.ctas), threads, args, shared=shared, pdl=pdl)
 
 
 def worth_doubling(tensor: VectorQuant) -> bool:
