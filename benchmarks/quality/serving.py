@@ -100,8 +100,17 @@ def prompts(folders: Sequence[Path]) -> str:
 def books(folders: Sequence[Path]) -> str:
     """VPTQ with codebooks in 8 bits, against itself."""
     rows = last_of(folders, "vptq-books.jsonl", ("model", "scheme"))
-    lines = [(name_of(row), row["scheme"], *compared(row)) for row in rows]
-    return lines_of(("model", "scheme", "perplexity", "KL", "tokens"), lines) if lines else ""
+    lines = [
+        (
+            name_of(row),
+            row["scheme"],
+            *compared(row),
+            f"{100 * row['kl_growth']:+.2f} %" if "kl_growth" in row else "–",
+        )
+        for row in rows
+    ]
+    columns = ("model", "scheme", "perplexity", "KL", "tokens", "KL from the original")
+    return lines_of(columns, lines) if lines else ""
 
 
 def tasks(folders: Sequence[Path]) -> str:

@@ -33,6 +33,18 @@ def wanted_and_asked(model):
     return found, set(jit.wanted)
 
 
+def evaluate(model, prompt_dtype):
+    """The kernel of each linear, whether it has one in 8 bits, and whether 300 rows go through it."""
+    with dry_run(TARGET.gpu):
+        weights = ahead.open_weights(model)
+        decoder = Decoder.load(weights, device=DEVICE, dtype=torch.bfloat16, exact=True)
+        decoder.narrow_prompts(prompt_dtype)
+        linears = [linear.fused for block in decoder.blocks for linear in block.linears.values()]
+        products = [one(torch.empty(300, one.shape[1], dtype=torch.bfloat16, device=DEVICE)) for one in linears]
+        shapes = {(300, one.shape[0]) == tuple(y.shape) for one, y in zip(linears, products, strict=True)}
+        return [(one.kernel, one.run_many is not None) for one in linears], shapes
+
+
 def columns_in_order(model):
     """Whether VPTQ's layouts take the columns of x as they are, by a dry run and by values."""
     from flyweight.kernels.vptq.layout import lay_out

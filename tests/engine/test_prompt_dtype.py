@@ -1,11 +1,14 @@
 """8-bit prompts for 4-bit weights: long passes round x to 8 bits, short ones stay as they are."""
 
+import clean_process
+import dry_runs
 import pytest
 import torch
 
 from flyweight import LLM, SamplingParams
 from flyweight.errors import OptionError
 from flyweight.kernels.linear import prompts
+from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
 from flyweight.quant.evaluate import compare
 
@@ -33,17 +36,26 @@ def test_long_prompts_are_rounded_and_short_ones_are_not():
     assert len(shared) >= 4 and all(abs(ours.top[t] - theirs.top[t]) < 0.1 for t in shared)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_predictions_stay_close(kind):
-    from flyweight.models.decoder import Decoder
-
+def test_predictions_stay_close(kind, dtype):
     weights = PresetWeights("tiny", "int4")
     plain, narrow = (
-        Decoder.load(weights, device="cpu", dtype=torch.float32, exact=True) for _ in range(2)
+        Decoder.load(weights, device="cpu", dtype=dtype, exact=True) for _ in range(2)
     )
     narrow.narrow_prompts(kind)
     _, agreement = compare(plain, narrow, LONG, window=len(LONG))
     assert 0 < agreement.kl < (2e-3 if kind == "int8" else 2e-2)
+    _, agreement = compare(plain, narrow, SHORT, window=len(SHORT))
+    assert agreement.kl == 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_an_evaluation_on_a_gpu_multiplies_them_through_torch(kind):
+    with clean_process.pool() as pool:
+        products, right = pool.submit(dry_runs.evaluate, "preset:tiny:int4", kind).result()
+    assert products == [("torch.linear", True)] * len(products) and len(products) > 3
+    assert right == {True}
 
 
 def test_a_weight_in_8_bits_means_nearly_the_same():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpu_linears import linear_of, make
 
+from flyweight.kernels import dispatch
 from flyweight.kernels.linear import prompts
 
 pytestmark = [pytest.mark.gpu]
@@ -42,6 +43,17 @@ def test_many_rows_are_multiplied_in_8_bits(kind, outputs, inputs, rows):
     assert torch.equal(linear.project(x, residual=residual), got), "the codes are the same, written once"
     # A scale that is rounded otherwise moves many of float8's coarse codes, and hardly any of int8's.
     assert kind == "fp8" or error(got, want) < 8e-3
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_an_evaluation_multiplies_the_same_codes_through_torch(kind):
+    tensor = make("int4:128", (6144, 4096), 0, torch.bfloat16)
+    exact = dispatch.prepare(tensor, dtype=torch.bfloat16, exact=True)
+    few, many = (torch.randn(rows, 4096, device="cuda").bfloat16() for rows in (256, 300))
+    before = exact(few)
+    assert exact.narrow_prompts(kind) and exact.prompt_bytes == 0
+    assert torch.equal(exact(few), before)
+    assert error(exact(many), product(tensor, many, kind)) < 5e-3
 
 
 def test_gate_and_up_are_multiplied_in_8_bits():

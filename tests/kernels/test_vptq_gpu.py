@@ -125,8 +125,9 @@ def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
     for rows in (1, 2, 3, 40, 130):
         assert relative_error(weight, meant, rows) < (5e-3 if rows < 3 else 1e-2), f"{rows} rows"
     device = gpu.of(meant.device)
-    for copies, warps in [*((copies, 16) for copies in gather.BYTE_COPIES), (16, 8), (16, 32)]:
-        launch = Launch("bytes", copies=copies, warps=warps)
+    shapes = [*((copies, 16, 1) for copies in gather.BYTE_COPIES), (16, 8, 1), (16, 32, 1), (16, 16, 2), (8, 16, 2)]
+    for copies, warps, resident in shapes:
+        launch = Launch("bytes", copies=copies, warps=warps, resident=resident)
         if gather.choose(weight.parts, 1, device, launch):
             assert relative_error(weight, meant, 1, launch=launch) < 5e-3, launch
 

@@ -162,11 +162,6 @@ def on_cpu(request: Request) -> FusedLinear | None:
     if tensor.device.type != "cpu" or request.dtype != torch.float32 or tensor.experts is not None:
         return None
     run, kernel, why, nbytes = cpu.choose(tensor, exact=request.exact)
-
-    def in_eight_bits(kind: str) -> Callable[[Tensor], Tensor]:
-        return cpu.choose(prompts.in_eight_bits(tensor.dequantize(), kind), exact=request.exact).run
-
-    four = isinstance(tensor, IntGroup) and tensor.bits == 4
     return TorchLinear(
         run,
         ops=request.ops,
@@ -174,7 +169,7 @@ def on_cpu(request: Request) -> FusedLinear | None:
         why=why,
         shape=tensor.shape,
         nbytes=nbytes,
-        in_eight_bits=in_eight_bits if four else None,
+        in_eight_bits=many_rows(request),
     )
 
 
@@ -193,8 +188,30 @@ def dequantized(request: Request) -> FusedLinear:
     def run_quantized(x: Tensor) -> Tensor:
         return linear(tensor.quantize_input(x).to(dtype))
 
-    run = linear if isinstance(tensor, Plain) else run_quantized
-    return TorchLinear(run, ops=request.ops, why=why, shape=tensor.shape, nbytes=weight.nbytes)
+    return TorchLinear(
+        linear if isinstance(tensor, Plain) else run_quantized,
+        ops=request.ops,
+        why=why,
+        shape=tensor.shape,
+        nbytes=weight.nbytes,
+        # without `exact` a prompt is to be faster, and this would not be
+        in_eight_bits=many_rows(request) if request.exact else None,
+    )
+
+
+def many_rows(request: Request) -> Callable[[str], Callable[[Tensor], Tensor]] | None:
+    """From a type of prompts to the product of many rows in it, through torch; None of weights that
+    no kernel multiplies so.
+    """
+    tensor = request.tensor
+    if not isinstance(tensor, IntGroup) or tensor.bits != 4 or tensor.experts is not None:
+        return None
+
+    def in_eight_bits(kind: str) -> Callable[[Tensor], Tensor]:
+        narrow = prompts.in_eight_bits(tensor.dequantize(), kind)
+        return prepare(narrow, dtype=request.dtype, exact=request.exact)
+
+    return in_eight_bits
 
 
 # the first that takes a weight has it

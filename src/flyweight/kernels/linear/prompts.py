@@ -31,7 +31,7 @@ def check_prompt_dtype(kind: str) -> str:
 
 def fits_beside(nbytes: int, device: torch.device) -> bool:
     """Whether so many bytes of codes are kept."""
-    if device.type != "cuda":
+    if not nbytes or device.type != "cuda":
         return False
     return nbytes <= KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
 
