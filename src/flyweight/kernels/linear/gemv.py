@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
-from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels import dependent_launch, jit, tuned, workspace
 from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiles import ACTIVATIONS, EPILOGUES, Matrix, TiledWeight
@@ -76,6 +76,7 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
+_turn = 0
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -377,6 +378,18 @@ def multiply(
     if balanced and not chosen.in_registers:
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
+        if dependent_launch.letters:  # a neighbour may still be emptying its own
+            global _turn
+            _turn ^= 1
+            mail = mail[_turn * 16 * rows * grid :]
+    kept = tuned.of(device).formats[weight.format.name].gemv_kept
+    if kept and chosen.own_units and rows == 1:
+        flags["KEPT"] = kept
+    letters = None
+    if dependent_launch.letters and chosen.own_units and rows == 1 and weight.order is None:
+        if one.gated is None and adapted is None:
+            flags["LETTERS"] = 1
+            letters = (x, out, residual)
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
     if one.apart is not None:
@@ -399,5 +412,7 @@ def multiply(
         *(adapted.arguments if adapted else ()),
     )
     threads = chosen.threads + 32 * (adapted is not None)
-    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
+    kernel.launch(
+        grid, threads, args, shared=chosen.shared, pdl=pdl, **({"letters": letters} if letters else {})
+    )
     return out
