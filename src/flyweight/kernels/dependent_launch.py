@@ -106,6 +106,7 @@ def depend_on(stream: int, nodes: Sequence[int]) -> None:
 
 
 letters = False
+unturned = 0
 
 
 # -- counters --------------------------------------------------------------------------------------

@@ -240,16 +240,17 @@ def fitting_plan(
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
+    least = 2 if kept_stages(matrix, rows, device) else 3
     several: list[dict[str, Any]] = [
-        dict(fewest=3),
+        dict(fewest=least),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes), slots=1),
         {},
     ]
     if wanted.own_bytes:  # smaller shares, or those of fewer warps, rather than two of each
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
-        fewer: dict[str, Any] = dict(fewest=3, warps=wanted.warps // 2)
-        several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
+        fewer: dict[str, Any] = dict(fewest=least, warps=wanted.warps // 2)
+        several = [several[0], smaller | dict(fewest=least), fewer, *several[-2:], smaller]
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
@@ -263,6 +264,15 @@ def fits(matrix: Matrix, rows: int, device: Gpu) -> bool:
 def fits_beside(matrix: Matrix, rows: int, device: Gpu) -> bool:
     found = fitting_plan(matrix, rows, device, tiles=16 // rows)
     return found is not None and found.shared <= device.shared_beside(RESERVED_BESIDE)
+
+
+def kept_stages(matrix: Matrix, rows: int, device: Gpu) -> int:
+    """Stages behind those of the ring that warps fetch into registers."""
+    return (
+        tuned.of(device).formats[matrix.format.name].gemv_kept
+        if rows == 1 and own_bytes(device)
+        else 0
+    )
 
 
 def late_stages(matrix: Matrix, device: Gpu) -> int:
@@ -307,9 +317,11 @@ def defines(
     epilogue: str = "store",
 ) -> dict[str, int]:
     """What gemv.cuh is compiled for."""
+    kept = kept_stages(weight.matrix, rows, device) if chosen.own_units else 0
     return {
         **weight.format.defines(symmetric=weight.symmetric),
         **weight.type_defines,
+        **({"KEPT": kept} if kept else {}),
         "STATIC": int(weight.static),
         "KDIM": weight.in_features,
         "NDIM": weight.out_features,
@@ -382,9 +394,8 @@ def multiply(
             global _turn
             _turn ^= 1
             mail = mail[_turn * 16 * rows * grid :]
-    kept = tuned.of(device).formats[weight.format.name].gemv_kept
-    if kept and chosen.own_units and rows == 1:
-        flags["KEPT"] = kept
+    if chosen.own_units and dependent_launch.unturned:
+        flags["UNTURNED"] = min(dependent_launch.unturned, chosen.stages - 1)
     letters = None
     if dependent_launch.letters and chosen.own_units and rows == 1 and weight.order is None:
         if one.gated is None and adapted is None:
@@ -413,6 +424,11 @@ def multiply(
     )
     threads = chosen.threads + 32 * (adapted is not None)
     kernel.launch(
-        grid, threads, args, shared=chosen.shared, pdl=pdl, **({"letters": letters} if letters else {})
+        grid,
+        threads,
+        args,
+        shared=chosen.shared,
+        pdl=pdl,
+        **({"letters": letters} if letters else {}),
     )
     return out
