@@ -20,8 +20,7 @@ from flyweight.tensors import IntGroup, VectorQuant
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
-NEWER = ("sm_100a", "sm_120a")
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 HOPPER = {"gemm.cu", "few.cu", "prefill_attention.cu", "vptq_rows.cu"}  # without a body elsewhere
 LINEAR = dict(FP16=0, SCALE_FP16=0, KDIM=4096, NDIM=6144, GROUP=128)
 GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STAGE_BLOCKS=16, SLOTS=3, HELD=2,
@@ -205,32 +204,21 @@ CASES = [
 
 def cases_of(arch):
     """Those with a body there. Architectures differ in a few functions of the headers, which every case of a file calls alike:
-    sm_90a compiles all, sm_80 one for each format of a file. What sm_89 has beyond sm_80 is float8, so only that is compiled."""
+    sm_90a compiles all, sm_80 one for each format of a file, the others one of each file, and sm_89 what it has beyond sm_80:
+    float8."""
     if arch == "sm_90a":
         return CASES
     found = [case for case in CASES if case[0] not in HOPPER]
-    if arch == "sm_80":
-        by_format = {(file, *map(defines.get, ("FORMAT", "OWN_COPIES", "IN_REGISTERS", "KV8"))): (file, defines)
-                     for file, defines in found}
-        return list(by_format.values())
-    return [case for case in found if case[1].get("FORMAT") in (4, 5) or "KV8" in case[1]]
+    kinds = ("FORMAT", "OWN_COPIES", "IN_REGISTERS", "KV8") if arch == "sm_80" else ()
+    one_of_each = {(file, *map(defines.get, kinds)): (file, defines) for file, defines in found}
+    float8 = [case for case in found if case[1].get("FORMAT") in (4, 5) or "KV8" in case[1]]
+    return [*one_of_each.values(), *(float8 if arch == "sm_89" else [])]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_without_a_gpu(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
     for file, defines in cases_of(arch):
-        assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
-
-
-@pytest.mark.parametrize("arch", NEWER)
-def test_kernels_that_need_no_warpgroups_compile_for_newer_gpus(arch, tmp_path, monkeypatch):
-    """One of each file, and of the second architecture, for which no line of them is different, the linears."""
-    monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    files = {file: defines for file, defines in CASES if file not in HOPPER}
-    if arch != NEWER[0]:
-        files = {file: files[file] for file in ("gemv.cu", "gemv_split.cu", "batch.cu", "gemm_mma.cu")}
-    for file, defines in files.items():
         assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
 
 

@@ -450,3 +450,16 @@ def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, 
     got = rope.rope_norm_write(qkv, caches[1], slots, **options)
     for ours, theirs in zip((*got, caches[1].keys, caches[1].values), (*want, caches[0].keys, caches[0].values), strict=True):
         assert error(ours, theirs.double()) < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["int4:128", "int8:64", "plain"])
+def test_stages_that_warps_keep_in_registers_are_multiplied_with_the_others(kind, monkeypatch):
+    """Little shared memory, so that rings are short and most stages lie behind them."""
+    tensor, x = make(kind, (328, 1280), 1), torch.randn(1, 1280).bfloat16()
+    monkeypatch.setattr(gpu, "of", lambda _: dataclasses.replace(OLDER, shared_memory_per_multiprocessor=48 << 10))
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    want = gemv.multiply(weight, x)
+    assert error(want, tensor.matmul_reference(x)) < 1e-2
+    for kept in (1, 2, 3):
+        retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=kept)})
+        assert torch.equal(gemv.multiply(weight, x), want)

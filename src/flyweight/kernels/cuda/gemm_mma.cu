@@ -19,7 +19,7 @@
 // COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0)
 #include "common.cuh"
 #include "linear.cuh"
-#include "patience.cuh"
+#include "words.cuh"
 
 #ifndef EXPERTS
 #define EXPERTS 0
@@ -308,19 +308,9 @@ DEVICE void take_partials(Sums& sums, uint4* mail, int tile, int n_tiles) {
     for (int c = 0; c < OTHERS; c++) there[c] = works(cta + c);
 #pragma unroll
     for (int part = 0; part < PIECES; part += AT_ONCE) {
-      u32 words[OTHERS][AT_ONCE][4];
-      bool all;
-      Patience patience;
-      do {
-        patience.poll();
-        all = true;
-#pragma unroll
-        for (int i = 0; i < OTHERS * AT_ONCE; i++)
-          if (there[i / AT_ONCE]) load_relaxed(mail_of(mail, cta + i / AT_ONCE) + (part + i % AT_ONCE) * THREADS, words[i / AT_ONCE][i % AT_ONCE]);
-#pragma unroll
-        for (int i = 0; i < OTHERS * AT_ONCE; i++)
-          if (there[i / AT_ONCE]) all &= !missing<false>(words[i / AT_ONCE][i % AT_ONCE]);
-      } while (!all);
+      u32 words[OTHERS * AT_ONCE][4];
+      await_words(words, [&](int i) { return there[i / AT_ONCE]; },
+                  [&](int i) { return mail_of(mail, cta + i / AT_ONCE) + (part + i % AT_ONCE) * THREADS; });
 #pragma unroll
       for (int i = 0; i < OTHERS * AT_ONCE; i++) {
         const int c = i / AT_ONCE, piece = part + i % AT_ONCE;
@@ -328,7 +318,7 @@ DEVICE void take_partials(Sums& sums, uint4* mail, int tile, int n_tiles) {
         store_words(mail_of(mail, cta + c) + piece * THREADS, make_uint4(~0u, ~0u, ~0u, ~0u));
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const u32 word = words[c][i % AT_ONCE][j] ^ FLIP;
+          const u32 word = words[i][j] ^ FLIP;
           sums[piece / COLUMNS][piece % COLUMNS * 4 + j] += *(const accumulator*)&word;
         }
       }

@@ -65,6 +65,27 @@
 #define OWN_COPIES 0
 #define OWN_UNITS 1
 #endif
+#ifndef UNTURNED
+#define UNTURNED 0  // stages that are asked for before it is this linear's turn
+#endif
+#ifndef TRACE
+#define TRACE 0
+#endif
+#if TRACE
+#define STAMP(k) stamp(k)
+__shared__ u32* trace_to;
+DEVICE void stamp(int k) {
+  if (threadIdx.x || !launch.own) return;
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  trace_to[k] = (u32)t;
+}
+#else
+#define STAMP(k)
+#endif
+#ifndef KEPT
+#define KEPT 0  // stages behind the ring's that warps fetch into registers (OWN_COPIES)
+#endif
 #ifndef PREFETCHED
 #define PREFETCHED 0  // stages that a producer brings to L2 while it waits for inputs
 #endif
@@ -201,6 +222,14 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
   return s;
 }
 
+#if KEPT
+// A warp's share of a stage, in registers.
+struct Share {
+  uint4 words[OWN_BLOCKS][BLOCK_WORDS];
+  LaneRecords records[GROUPED ? OWN_GROUPS : 1];
+};
+#endif
+
 #if OWN_COPIES
 // A warp's part of the ring: STAGES shares, fetched STAGES stages ahead, each into the slot that was multiplied last. Addresses are
 // counted up, and computed only where a tile begins.
@@ -218,6 +247,10 @@ template <typename TileAt> struct OwnRing {
   int tile, stage;        // what is asked for next
   const u8 *weights, *records;
   u32* turns;             // of this SM, or null: linears fill their rings whenever they begin
+#if KEPT
+  Share kept[KEPT];
+  int taken;              // stages that are multiplied
+#endif
 
   // By all threads.
   DEVICE OwnRing(LinearShared& sh, const Linear& a, Slice slice, TileAt tile_at, int stages, int warp, int lane)
@@ -225,13 +258,17 @@ template <typename TileAt> struct OwnRing {
         ring(shared_address(sh.ring[0] + warp * OWN_BYTES + lane * 16)), at(0), own(sh.ring[0] + warp * OWN_BYTES), tile(0),
         stage(BALANCED ? slice.skipped : 0), turns(nullptr) {
     if (left > 0) aim();
+  }
+  DEVICE void take_turn() {
 #if BY_COUNTERS
     if (a.turns && launches_overlap()) turns = a.turns + 2 * processor();
     if (turns) {
       if (threadIdx.x == 0) sh.asked = 0, await_turn_beside(turns);
       named_barrier(1, THREADS);
+      if (left <= 0) give_turn();
     }
 #endif
+    STAMP(1);
   }
   // Addresses of this lane's first 16 bytes of `stage` of `tile`.
   DEVICE void aim() {
@@ -239,6 +276,39 @@ template <typename TileAt> struct OwnRing {
     weights = a.weights + (index * BLOCKS + block) * BLOCK_BYTES + lane * 16;
     if constexpr (GROUPED) records = (const u8*)a.records + (index * GROUPS + block * 64 / GROUP) * GROUP_BYTES + lane * 16;
   }
+  DEVICE void step() {  // behind a stage that is asked for
+    stage++;
+    weights += STAGE_BLOCKS * BLOCK_BYTES;
+    if (STEADY) records += RECORD_STEP;
+    else if (GROUPED && stage < TILE_STAGES) aim();
+#if BY_COUNTERS
+    if (turns && left == 0) give_turn();
+#endif
+  }
+#if KEPT
+  DEVICE void keep() {  // the stages behind the ring's
+    taken = 0;
+#pragma unroll
+    for (int j = 0; j < KEPT; j++)
+      if (left > 0) {
+        left--;
+        if (stage == TILE_STAGES) stage = 0, tile++, aim();
+        const int block = stage * STAGE_BLOCKS + first, blocks = FULL ? OWN_BLOCKS : min(OWN_BLOCKS, slice.blocks - block);
+#pragma unroll
+        for (int b = 0; b < OWN_BLOCKS; b++)
+#pragma unroll
+          for (int i = 0; i < BLOCK_WORDS; i++)
+            if (FULL || b < blocks) kept[j].words[b][i] = stream_load(weights + (b * BLOCK_WORDS + i) * 512);
+        if constexpr (GROUPED) {
+#pragma unroll
+          for (int i = 0; i < OWN_GROUPS * 2; i++)
+            if (FULL || i / 2 * GROUP < blocks * 64)
+              kept[j].records[i / 2].of[i % 2] = stream_load1(records - lane * 16 + i / 2 * GROUP_BYTES + (lane / 4 + i % 2 * 8) * sizeof(Record));
+        }
+        step();
+      }
+  }
+#endif
   DEVICE void fetch() {  // the next stage, into the slot that comes next
     if (left-- > 0) {
       if (stage == TILE_STAGES) stage = 0, tile++, aim();
@@ -254,13 +324,7 @@ template <typename TileAt> struct OwnRing {
         for (int i = 0; i < OWN_GROUPS * GROUP_BYTES; i += 512)
           if (i + lane * 16 < size && (FULL || blocks > 0)) copy16(to + OWN_BLOCKS * BLOCK_BYTES + i, records + i);
       }
-      stage++;
-      weights += STAGE_BLOCKS * BLOCK_BYTES;
-      if (STEADY) records += RECORD_STEP;
-      else if (GROUPED && stage < TILE_STAGES) aim();
-#if BY_COUNTERS
-      if (turns && left == 0) give_turn();
-#endif
+      step();
     }
     copy_group();  // of no copies, where there are none: groups are counted
   }
@@ -273,7 +337,13 @@ template <typename TileAt> struct OwnRing {
     if (at == STAGES * STAGE_BYTES) at = 0, own -= STAGES * STAGE_BYTES;
   }
   DEVICE void fill() {
-    for (int i = 0; i < STAGES; i++) fetch(), advance();
+    for (int i = 0; i < STAGES; i++) {
+      if (i == UNTURNED) take_turn();
+      fetch(), advance();
+    }
+#if KEPT
+    keep();
+#endif
   }
   DEVICE const u8* wait() const {
     copy_wait<STAGES - 1>();
@@ -351,12 +421,13 @@ DEVICE void multiply_unit(const LinearShared& sh, Slice slice, const u8* weights
                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
   const u8* xs = inputs.x + block * XBLOCK;
   if constexpr (!GROUPED) {
-    multiply_block(weights, xs, whole, lane);
+    multiply_block(load_fragment(weights, lane), xs, whole);
   } else {
     group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
     for (int b = 0; b < UNIT_BLOCKS; b++)
-      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks) multiply_block(weights + b * BLOCK_BYTES, xs + b * XBLOCK, acc, lane);
+      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks)
+        multiply_block(load_fragment(weights + b * BLOCK_BYTES, lane), xs + b * XBLOCK, acc);
 #if FORMAT == FP8_BLOCKS
     add_scaled(whole, acc, *(const float2*)records);
 #else
@@ -379,6 +450,28 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* own, c
     multiply_unit(sh, slice, own + unit * BLOCK_BYTES, records + group * RECORD_LENGTH, inputs, block, total, whole, lane);
   }
 }
+#if KEPT
+DEVICE void multiply_share(const LinearShared& sh, Slice slice, const Share& share, const Inputs& inputs, int start,
+                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int warp, int lane) {
+  const int first = start + warp * OWN_BLOCKS;
+#pragma unroll
+  for (int unit = 0; unit < OWN_BLOCKS; unit += UNIT_BLOCKS) {
+    const int block = first + unit;
+    if (!FULL && block >= slice.blocks) break;
+    const u8* xs = inputs.x + block * XBLOCK;
+    if constexpr (!GROUPED) {
+      multiply_block(fragment_of(share.words[unit]), xs, whole);
+    } else {
+      group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
+#pragma unroll
+      for (int b = 0; b < UNIT_BLOCKS; b++)
+        if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks)
+          multiply_block(fragment_of(share.words[unit + b]), xs + b * XBLOCK, acc);
+      add_unit(total, acc, share.records[unit * 64 / GROUP], sh.groups[block / UNIT_BLOCKS], true, lane / 4, lane % 4);
+    }
+  }
+}
+#endif
 #elif !IN_REGISTERS
 // One stage of one tile, this warp's units of it.
 // `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
@@ -423,7 +516,19 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
     for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
+#if KEPT
+      const int place = ring.taken++ - STAGES;
+      if (place >= 0 && place < KEPT) {
+#pragma unroll
+        for (int j = 0; j < KEPT; j++)
+          if (place == j) multiply_share(sh, slice, ring.kept[j], inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
+        continue;
+      }
+#endif
       const u8* here = ring.wait();
+#if TRACE
+      if (tile == done && stage == (tile == 0 ? slice.skipped : 0)) STAMP(5);
+#endif
       multiply_stage(sh, slice, here, inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
       if (!FULL && !IN_REGISTERS && !OWN_COPIES) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       ring.release();
@@ -453,8 +558,10 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     }
     // sums for the CTA before this one are left at once
     if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
+      if (tile + 1 == count) STAMP(6);
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
+      if (tile + 1 == count) STAMP(7);
       done = tile + 1;
       if (done < count) {
         named_barrier(1, THREADS);
@@ -484,6 +591,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
 #if OWN_COPIES
   OwnRing<TileAt> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
   ring.fill();
+  STAMP(2);
   if (warp == WARPS - 1) early();
 #else
   if (warp == WARPS) {
@@ -493,6 +601,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   Ring ring = {sh};
 #endif
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
+  STAMP(4);
   Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   return true;

@@ -51,8 +51,8 @@ DEVICE void raised_float4(u32 codes, u32& low, u32& high) {
   low = __byte_perm(one, two, 0x6420), high = __byte_perm(one, two, 0x7531);
 }
 #endif
-DEVICE Fragment load_fragment(const u8* w, int lane) {
-  const uint4* words = (const uint4*)w + lane;
+constexpr int BLOCK_WORDS = BLOCK_BYTES / 512;  // of 16 bytes, in a lane
+DEVICE Fragment fragment_of(const uint4 (&words)[BLOCK_WORDS]) {
   Fragment f;
 #if FORMAT == INT4
   const uint4 q = words[0];
@@ -66,9 +66,15 @@ DEVICE Fragment load_fragment(const u8* w, int lane) {
   raised_float4(q.z, f.a[0].z, f.a[1].z), raised_float4(q.w, f.a[0].w, f.a[1].w);
 #else
 #pragma unroll
-  for (int i = 0; i < 2 * WIDE; i++) f.a[i] = words[32 * i];
+  for (int i = 0; i < 2 * WIDE; i++) f.a[i] = words[i];
 #endif
   return f;
+}
+DEVICE Fragment load_fragment(const u8* w, int lane) {
+  uint4 words[BLOCK_WORDS];
+#pragma unroll
+  for (int i = 0; i < BLOCK_WORDS; i++) words[i] = ((const uint4*)w)[32 * i + lane];
+  return fragment_of(words);
 }
 #endif
 // `flip`: where the second half of a plain block lies (64, or -64 where the halves are exchanged).
@@ -116,8 +122,7 @@ DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS
 
 // One 64-input block of one tile, times x.
 template <typename Accumulator>
-DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4], int lane) {
-  const Fragment f = load_fragment(w, lane);
+DEVICE void multiply_block(const Fragment& f, const u8* xs, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4]) {
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) multiply(f, load_column(xs + n * 8 * XROW), acc, n);
 }
@@ -132,19 +137,25 @@ DEVICE void add_scaled(Accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], const
     whole[set][n][j] += acc[set][n][j] * (j / 2 ? scales.y : scales.x);
   }
 }
+struct LaneRecords {  // of outputs g and g + 8, in registers
+  Record of[2];
+};
+DEVICE Record record_of(const Record* records, int g, int j) { return records[g + 8 * j]; }
+DEVICE Record record_of(const LaneRecords& records, int, int j) { return records.of[j]; }
 DEVICE float scale_of(u32 record) { return float_of<SCALE_FP16>((u16)(record & 0xffff)); }
 DEVICE float scale_of(u8 exponent) { return __uint_as_float((u32)max(exponent - 1, 0) << 23); }  // of codes that are twice as large
 #if FORMAT != FP8_BLOCKS
 // total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
 // A record is the scale (low half) and the zero point (high half). `kept` (SPARSE): the sum of x where weights are.
+template <typename Records>
 DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const int (&kept)[COLUMN_TILES][2],
-                      const Record* records, const XGroup* groups, int g, int t) {
+                      const Records& records, const XGroup* groups, int g, int t) {
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const XGroup x = groups[min(t + 4 * n, ROWS - 1)];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const Record record = records[g + 8 * j];
+      const Record record = record_of(records, g, j);
       const float scale = scale_of(record) * x.scale;
 #if FORMAT == MXFP4
       const int taken = RAISED * x.sum;
@@ -158,7 +169,8 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
 
 // The sums of a unit, scaled: both planes of x, and then (int4 in two sets) both halves of the weights, at their true size. Groups of
 // 32 inputs are the halves of a block, each with a record and a scale of x; `second`: there is a second one.
-DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SUMS][COLUMN_TILES][4], const Record* records,
+template <typename Records>
+DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SUMS][COLUMN_TILES][4], const Records& records,
                      const XGroup* groups, bool second, int g, int t) {
   int value[SETS][COLUMN_TILES][2], kept[2][COLUMN_TILES][2] = {};
 #pragma unroll
