@@ -4,7 +4,7 @@
     python benchmarks/families.py speed gemma-3-12b:int4 qwen3-next-80b-a3b:int4@12 … --out
         rows.jsonl
     python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
-    python benchmarks/families.py speed,fetches qwen3-next-80b-a3b:int4@12 --out rows.jsonl
+    python benchmarks/families.py speed,variants qwen3-next-80b-a3b:int4@12 --out rows.jsonl
     python benchmarks/families.py prompts deepseek-v2-lite:bf16 --out rows.jsonl
     python benchmarks/families.py depth qwen3-next-80b-a3b:int4 --out rows.jsonl
     python benchmarks/families.py latent --out rows.jsonl
@@ -16,12 +16,12 @@ products: `ratio` is the engine's error over that one's. `speed` decodes one seq
 long prompt; `share_of_copy` is of the linears' bytes, `share_of_copy_all` of routers and states,
 too, which a step has to move as well. `kernels` lists the launches of the layers of a captured
 step. `variants` times steps with qkv and attention in one kernel or apart, experts added up by
-their second linear or by a kernel of its own, `fetches` with weights fetched sooner or later;
-`prompts` says how long prompts of some lengths take, and how long the GPU is busy with them;
-`depth` what a layer takes in models of more and fewer layers, of as many layers with the weights of
-few, and where all tokens have the same experts; `latent` the attention of prompts whose values are
-narrower than their keys. In these all experts of a model have the numbers of one: they lie apart,
-so a step reads as much as ever, and a large mixture is there in seconds.
+their second linear or by a kernel of its own, weights of qkv fetched sooner or later; `prompts`
+says how long prompts of some lengths take, and how long the GPU is busy with them; `depth` what a
+layer takes in models of more and fewer layers, of as many layers with the weights of few, and where
+all tokens have the same experts; `latent` the attention of prompts whose values are narrower than
+their keys. In these all experts of a model have the numbers of one: they lie apart, so a step reads
+as much as ever, and a large mixture is there in seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
 from flyweight.kernels import dependent_launch, reference
 from flyweight.kernels.attention import torch_runs
-from flyweight.kernels.linear import experts, gemv
+from flyweight.kernels.linear import experts
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.machine import copy_bandwidth, device_name
 from flyweight.models.decode_step import unsupported_reason
@@ -112,9 +112,7 @@ class Way:
     name: str
     separate: str | None = None  # why qkv and attention are two kernels
     summed: bool = True  # whether the second linear adds experts up
-    hold: int = experts.HOLD  # how long the shared expert's weights wait for the router
     early: bool | None = None  # whether qkv's weights are asked for at once; None: as loaded
-    whole: bool = True  # whether rings then are as long as can be
 
 
 WAYS = (
@@ -122,13 +120,7 @@ WAYS = (
     Way("attention apart", separate="asked for"),
     Way("experts added up apart", summed=False),
     Way("both apart", separate="asked for", summed=False),
-)
-FETCHES = (
-    WAYS[0],
-    Way("shared expert at once", hold=0),
-    Way("shared expert 1500 cycles later", hold=1500),
-    Way("rings no longer", whole=False),
-    Way("qkv as in dense models", early=False),
+    Way("rings of qkv as in dense models", early=False),
 )
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
@@ -418,31 +410,15 @@ def greedy(count: int) -> SamplingParams:
 
 def variants(name: str, llm: LLM) -> dict[str, Any]:
     """Steps captured anew each way; the first tokens tell whether all compute the same."""
-    return compared(name, llm, WAYS)
-
-
-def fetches(name: str, llm: LLM) -> dict[str, Any]:
-    """The same of steps whose weights are fetched sooner or later."""
-    return compared(name, llm, FETCHES)
-
-
-def shorter(fitting_plan: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, whole=False, **options: fitting_plan(*args, **options)
-
-
-def compared(name: str, llm: LLM, ways: tuple[Way, ...]) -> dict[str, Any]:
     steps = llm.engine.runner.steps
     assert isinstance(steps, DecodeGraphs)
     row = dict(kind="family variants", preset=name.partition("@")[0], layers=llm.config.layers)
     sum_plan = experts.sum_plan
-    fitting_plan = gemv.fitting_plan
     linears = [block.qkv.fused for block in llm.decoder.blocks]
     weights = {one: one.weight for one in linears if isinstance(one, TiledLinear)}
 
     def capture(way: Way) -> None:
         steps.separate = way.separate
-        experts.HOLD = way.hold
-        gemv.fitting_plan = fitting_plan if way.whole else shorter(fitting_plan)  # type: ignore[assignment]
         for one, weight in weights.items():
             early = weight.early if way.early is None else way.early
             one.weight = dataclasses.replace(weight, early=early)
@@ -451,7 +427,7 @@ def compared(name: str, llm: LLM, ways: tuple[Way, ...]) -> dict[str, Any]:
         steps.graphs.clear()
         gc.collect()
 
-    for way in 2 * ways:  # in turns, as the GPU becomes warmer
+    for way in 2 * WAYS:  # in turns, as the GPU becomes warmer
         capture(way)
         tokens = llm.generate([list(range(3, 67))], greedy(12))[0].token_ids
         found = row.setdefault(way.name, dict(tok_s=[], tokens=list(tokens)))
@@ -577,7 +553,6 @@ MEASURES: dict[str, Measure] = dict(
     speed=speed,
     kernels=kernels,
     variants=variants,
-    fetches=fetches,
     depth=depth,
     prompts=prompts,
 )

@@ -107,11 +107,10 @@ class Block:
             for norm in plan.norms
         }
         if isinstance(plan.mlp, ExpertsPlan):
-            mlp: GatedMlp | Experts = Experts.load(
-                weights, plan, linears, ops=ops, device=device, dtype=dtype
-            )
-            if mlp.waits_for_choices:
+            experts = Experts.load(weights, plan, linears, ops=ops, device=device, dtype=dtype)
+            if experts.waits_for_choices:
                 linears[plan.qkv.name].fused.fetch_early()
+            mlp: GatedMlp | Experts = experts
         else:
             mlp = GatedMlp(plan.mlp, linears)
         sinks = tensor(plan.attention.sinks, plan.attention.heads) if plan.attention.sinks else None

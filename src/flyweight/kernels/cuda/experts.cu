@@ -15,6 +15,8 @@
 //
 // CHOOSES (one token): route.cu has left logits alone, and every CTA chooses for itself. A word takes a microsecond from one SM to
 // another; so there is one such way, from the router to here, where a counter, the last CTA's choice and the list of it are three.
+// Tiles of the shared expert (JOINED), which is always chosen, are cut evenly by themselves, come first, and are fetched before the choice:
+// with the first logit, as weights that come sooner may keep the router from its inputs.
 //
 // defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES, CHOOSES (0), with it JOINED and those of choose.cuh
 #include "gemv.cuh"
@@ -84,8 +86,8 @@ DEVICE Part part_of(int tiles) {
   const int first = (int)((long long)blockIdx.x * tiles / gridDim.x);
   return {first, (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first};
 }
-template <typename Hold, typename Choose, typename Publish>
-DEVICE void multiply_chosen(LinearShared& sh, const Linear& a, const int* expert_of, Hold hold, Choose choose, Publish publish) {
+template <typename Await, typename Choose, typename Publish>
+DEVICE void multiply_chosen(LinearShared& sh, const Linear& a, const int* expert_of, Await await_router, Choose choose, Publish publish) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Part shared = part_of(JOINED ? TILES : 0), others = part_of(CHOSEN * TILES);
   const int count = shared.count + others.count;
@@ -97,7 +99,7 @@ DEVICE void multiply_chosen(LinearShared& sh, const Linear& a, const int* expert
   const Slice whole = slice_at(0);
   const int known = min(shared.count, STAGES / TILE_STAGES);  // more would wait for those who choose
   if (warp == WARPS) {
-    if (known) hold();
+    if (known) await_router();
     produce(sh, a, whole, count, tile_at, [] {}, known, [] { __syncthreads(); }, lane);
     if (known == count) __syncthreads();
     return;
@@ -166,16 +168,11 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
     }
   };
   const Linear a = {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon};
-  auto hold = [&] {
-#if HOLD == 1
+  auto await_router = [&] {
     const int at[1] = {0};
     float first[1];
     await_words(logits, at, first);
-#else
-    const u32 begin = cycles();
-    while (cycles() - begin < HOLD) {}
-#endif
   };
-  multiply_chosen(sh, a, chosen, hold, choose, publish);
+  multiply_chosen(sh, a, chosen, await_router, choose, publish);
 }
 #endif

@@ -74,23 +74,19 @@ gated_delta(const u16* projected, u16* conv, float* states, const int* slots, co
   const float rate = decay[head], bias = step_bias[head], factor = thread < VALUE_DIM ? norm[thread] : 0.f;
   wait_for_inputs();
 
-  // all is asked for before anything is written, which could be the same memory for all that the compiler knows
   const u16* token = projected + (size_t)row * PROJECTED;
-  u16 given[PER];
-#pragma unroll
-  for (int i = 0; i < PER; i++) given[i] = token[channel[i]];
-  const u16 gates = token[CHANNELS + head * VALUE_DIM + thread % VALUE_DIM];
-  const u16 strength = token[CHANNELS + OUTPUTS + head], step = token[CHANNELS + OUTPUTS + VALUE_HEADS + head];
 #pragma unroll
   for (int i = 0; i < PER; i++) {
     const int at = thread + i * THREADS;
     if (at >= OWN) break;
-    const float y = older[i] + to_float(given[i]) * newest[i];
+    const u16 x = token[channel[i]];
+    const float y = older[i] + to_float(x) * newest[i];
     sh.mixed[at] = y * sigmoid(y);
-    conv[((size_t)slot * WIDTH + position % WIDTH) * CHANNELS + channel[i]] = given[i];
+    conv[((size_t)slot * WIDTH + position % WIDTH) * CHANNELS + channel[i]] = x;
   }
-  const float gate = to_float(gates), beta = sigmoid(to_float(strength));
-  const float kept = __expf(rate * softplus(to_float(step) + bias));
+  const float gate = thread < VALUE_DIM ? to_float(token[CHANNELS + head * VALUE_DIM + thread]) : 0.f;
+  const float beta = sigmoid(to_float(token[CHANNELS + OUTPUTS + head]));
+  const float kept = __expf(rate * softplus(to_float(token[CHANNELS + OUTPUTS + VALUE_HEADS + head]) + bias));
   __syncthreads();
   if (warp < 3) {
     const float *a = sh.mixed + (warp == 1 ? KEY_DIM : 0), *b = sh.mixed + (warp == 0 ? 0 : KEY_DIM);

@@ -43,8 +43,6 @@ MANY_EXPERTS = 256
 MOST_CHOSEN = 16
 # of all choices together, where they are: every CTA converts them all
 MOST_INPUTS = 8192
-# how long weights of a shared expert wait for the router: cuda/experts.cu
-HOLD = 1
 
 
 @dataclass(frozen=True)
@@ -411,14 +409,14 @@ class GroupedExperts:
         device = gpu.of(x.device)
         parts = (self.routing.chosen, int(self.joined))  # which share tiles out by themselves
         most = sum(math.ceil(n * weight.matrix.tiles / device.processors) for n in parts)
-        linear = gemv.fitting_plan(weight.matrix, 1, device, tiles=most, whole=True)
+        linear = gemv.fitting_plan(weight.matrix, 1, device, tiles=most)
         assert linear is not None
         out = weight.empty_result(len(chosen) // 2, x.device)
         defines = gemv.defines(weight, 1, linear, device, norm=True, epilogue=weight.epilogue(None))
         defines |= {"PER_SLOT": 0, "CHOOSES": 1, "JOINED": int(self.joined)}
         defines |= self.routing.defines | {"GATE": int(self.gated)}
         # inputs are there long before the choice
-        defines |= {"HELD": 0, "HOLD": HOLD}
+        defines["HELD"] = 0
         if self.bias is not None:
             defines["BIASED"] = 1
         kernel = jit.load("experts.cu", defines=defines).kernel("experts")

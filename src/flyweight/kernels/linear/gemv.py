@@ -221,11 +221,9 @@ def fitting_plan(
     more: int = 0,
     alone: bool = False,
     all_warps: bool = False,
-    whole: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
-    even that is too much. `all_warps`: those that have no share of the last stages, too. `whole`:
-    a ring that holds all of a row's tiles where warps that meet more often make room for it.
+    even that is too much. `all_warps`: those that have no share of the last stages, too.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
@@ -253,11 +251,6 @@ def fitting_plan(
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
         fewer: dict[str, Any] = dict(fewest=least, warps=wanted.warps // 2)
         several = [several[0], smaller | dict(fewest=least), fewer, *several[-2:], smaller]
-    if whole and rows == 1 and not wanted.own_bytes:
-        often = dataclasses.replace(wanted, slots=math.ceil(tiles / 2))
-        found = plan_beside(matrix, rows, often, device)
-        if found and found.stages * found.stage_blocks >= tiles * matrix.blocks:
-            return found
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
@@ -381,9 +374,7 @@ def multiply(
     runs = weight.matrix.tiles // pair
     tiles = math.ceil(runs / grid) * pair + balanced
     more = adapted.shared_bytes(tiles) if adapted else 0
-    chosen = fitting_plan(
-        weight.matrix, rows, device, tiles=tiles, more=more, alone=alone, whole=weight.early
-    )
+    chosen = fitting_plan(weight.matrix, rows, device, tiles=tiles, more=more, alone=alone)
     if chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory"
