@@ -183,7 +183,7 @@ def large_graphs(monkeypatch):
 def test_parts_of_prompts_are_of_kinds_that_were_captured_before_the_first_request(large_graphs):
     large_graphs.warm_up_parts()
     kinds = len(large_graphs.held)
-    assert kinds <= 15 and all(one.graph for one in large_graphs.held.values())
+    assert kinds <= 12 and all(one.graph for one in large_graphs.held.values())
     for ends in ([], [(3, 4000)], [(40, 600)], [(200, 8000), (7, 0)], [(2, 60), (9, 1500)]):
         for total in (*range(217, 512, 13), 512):
             begun = total - sum(new for new, _ in ends)

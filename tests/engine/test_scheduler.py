@@ -102,19 +102,21 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     play(scheduler, scheduler.schedule())
 
     def turns(*lengths):
-        """Tokens of the passes of prompts; a step of both answers stands between any two, and long ones take them along."""
+        """Tokens of the passes of prompts, and that a step of both answers stands between any two."""
         coming = [request(100 + i, length, answer=1, salt=None) for i, length in enumerate(lengths)]
         for one in coming:
             scheduler.add(one)
-        steps = []
+        sizes = []
         while not all(one.finished for one in coming):
             works = scheduler.schedule()
-            answers = [work.count for work in works if work.request in answering]
-            steps.append((sum(work.count for work in works) - sum(answers), answers))
+            if any(work.request in answering for work in works):
+                assert [work.request for work in works] == answering and all(work.count == 1 for work in works)
+                sizes.append(None)
+            else:
+                sizes.append(sum(work.count for work in works))
             play(scheduler, works)
-        assert all(answers == ([1, 1] if not size or size > 64 else []) for size, answers in steps)
-        assert not any(a == b == [] for (_, a), (_, b) in itertools.pairwise(steps)), "answers wait for one pass"
-        return [size for size, _ in steps if size]
+        assert not any(a is not None and b is not None for a, b in itertools.pairwise(sizes)), "answers wait for one pass"
+        return [size for size in sizes if size is not None]
 
     assert turns(200) == [64, 64, 64, 8]
     assert turns(65) == [63, 2], "no token is left that would pass for an answer"
@@ -124,15 +126,14 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     assert turns(60, 60, 60, 60) == [64, 64, 64, 48], "where that is worth it"
     monkeypatch.setattr(schedulers, "MANY_CACHED", 100)
     assert turns(200) == [64, 64, 48, 24], "attention to many cached tokens takes longer"
-    monkeypatch.setattr(schedulers, "MANY_ANSWERS", (2, 8))
-    assert turns(130) == [64, 48, 18], "a prompt that is being read counts: it may answer behind this pass"
-    assert turns(200) == [64, 48, 40, 40, 8], "steps of many answers take longer, and both together longest"
+    monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
+    assert turns(100) == [48, 48, 4], "steps of many answers take longer"
     scheduler.long_gaps = 3.0
-    assert turns(120) == [64, 48, 8], "a pass that would not be full is not worth a long gap"
-    assert turns(1200) == [1000, 40, 40, 40, 40, 40], "two answers have saved one long gap each"
+    assert turns(120) == [48, 48, 24], "a pass that would not be full is not worth a long gap"
+    assert turns(1200) == [1000, 48, 48, 48, 48, 8], "two answers have saved one long gap each"
     assert scheduler.long_gaps == pytest.approx(1.0, abs=0.2)
     scheduler.max_num_seqs = 5
-    assert turns(96, 96, 96, 96)[:2] == [64, 48], "a burst that finds no seats is none"
+    assert turns(96, 96, 96, 96)[:2] == [48, 48], "a burst that finds no seats is none"
     for _ in range(2):
         works = scheduler.schedule()
         assert [work.request for work in works] == answering, "where no prompt waits, every step is the answers'"

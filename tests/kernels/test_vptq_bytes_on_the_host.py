@@ -120,33 +120,3 @@ def test_what_the_kernel_cannot_hold_keeps_its_codebooks():
     assert takes_byte_books(VectorQuant.random((16, 256)))
     for options in (dict(outliers=16), dict(main=16384), dict(residual=512), dict(groups=2, main=64), dict(length=4, main=256)):
         assert not takes_byte_books(VectorQuant.random((16, 256), **options)), options
-
-
-def test_launches_share_processors_but_two_thread_blocks_of_the_one_behind_attention_do_not(monkeypatch):
-    _, weight = make((64, 512), **BOOKS)
-    seen = []
-    monkeypatch.setattr(gather.jit, "load", lambda *_, **options: Noted(options["defines"]["RESIDENT"], seen))
-    x, gated = torch.randn(1, 512).bfloat16(), torch.randn(1, 1024).bfloat16()
-    out = torch.empty(1, 64).bfloat16()
-    weight.multiply(x, out, Ends(norm=torch.ones(512).bfloat16()))
-    weight.multiply(gated, out, Ends(gated="silu", residual=out))
-    weight.multiply(x, out, Ends(residual=out))
-    weight.multiply(torch.randn(2, 512).bfloat16(), torch.empty(2, 64).bfloat16(), Ends())
-    whole = host_cuda.HOST.shared_memory_per_multiprocessor
-    assert [resident for resident, _ in seen] == [2, 2, 2, 1]
-    *others, behind, _ = (shared + 1024 for _, shared in seen)  # with what the system takes of each
-    assert 2 * max(others) <= whole < 2 * behind and behind + max(others) <= whole
-
-
-class Noted:
-    """A kernel that notes how many of it may share a processor, and its shared memory."""
-
-    def __init__(self, resident, seen):
-        self.resident = resident
-        self.seen = seen
-
-    def kernel(self, name):
-        return self
-
-    def launch(self, *_, shared, **__):
-        self.seen.append((self.resident, shared))

@@ -30,7 +30,7 @@ from flyweight.transfer import upload
 SIZES = (16, 32, 64, 128, 256, 320, *range(384, 1025, 128))
 # and of parts of prompts without answers: few, so that all kinds of such passes can be captured
 # before the first request
-PART_SIZES = (64, 128, 256, 320, 384, 512)
+PART_SIZES = (64, 128, 256, 384, 512)
 
 
 @dataclass(frozen=True)

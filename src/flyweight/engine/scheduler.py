@@ -22,9 +22,8 @@ passes of up to so many tokens. A step of answers alone is captured whatever the
 pass of prompts alone is one of a few kinds, all captured before the first request (`passes.py`); a
 step of both would be of a new kind with every number of answers, and slower than the two. A reader
 sees the longest gap between two tokens: a step and a pass. One gap in hundreds may be longer: then
-all prompts that wait are read at once, up to `prompt_tokens_beside` tokens, in one step with the
-answers. So they are after a burst of requests, while nearly as many wait as answer: few would gain
-from short gaps, many wait.
+all prompts that wait are read at once, up to `prompt_tokens_beside` tokens. So they are after a
+burst of requests, while nearly as many wait as answer: few would gain from short gaps, many wait.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone
 always fits.
@@ -49,12 +48,10 @@ from flyweight.models.rope import long_border
 
 # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 PROMPT_LOGITS = 1024
-# steps of more answers take longer, and so do passes with attention to more cached tokens: at each
-# of these borders passes become smaller, and gaps hardly grow. Of 512 tokens the shares are sizes
-# that are captured (`packed.PART_SIZES`) and leave no tile of the matrix kernels half empty
-MANY_ANSWERS = (40, 80)
+# steps of more answers take longer, since linears of more rows are other kernels, and so do passes
+# with attention to more cached tokens: there passes are smaller by a quarter, and gaps hardly grow
+MANY_ANSWERS = 64
 MANY_CACHED = 2048
-SHARES = (1.0, 0.75, 0.625, 0.5)
 # one gap in so many may be long: answers save up for long passes of prompts, and spend what they
 # have where these are full; well below the one in a hundred that percentiles of gaps are looked at
 GAPS_A_LONG_ONE = 200
@@ -213,13 +210,9 @@ class Scheduler:
         return self._fill(beside if answering else self.max_num_batched_tokens, drafts or {})
 
     def _take_turns(self, most: int) -> list[Work]:
-        """A pass of prompts, if it is their turn and one waits, or a step of all answers. A long
-        pass takes the answers along: it is of no captured kind, and the host would prepare the next
-        one while the device waits, were there only a step of answers between two.
-        """
-        tokens, long = self._pass_tokens(most) if self.prompts_next else (0, False)
-        works = self._fill(tokens, {}, answers=long) if tokens else []
-        self.prompts_next = long or not works
+        """A pass of prompts, if it is their turn and one waits, or a step of all answers."""
+        works = self._fill(self._pass_tokens(most), {}, answers=False) if self.prompts_next else []
+        self.prompts_next = not works
         if works:
             return works
         works = self._fill(0, {})
@@ -227,24 +220,24 @@ class Scheduler:
         self.long_gaps = min(saved, float(self.max_num_seqs))
         return works
 
-    def _pass_tokens(self, most: int) -> tuple[int, bool]:
+    def _pass_tokens(self, most: int) -> int:
         """Of prompts: usually as many as hardly hold up answers; a long pass after a burst, and
-        where answers have saved enough gaps for one that is full. And whether it is a long one.
+        where answers have saved enough gaps for one that is full.
         """
         reading = [request for request in self.running if request.missing > 1]
         coming = list(itertools.islice(self.waiting, self.max_num_seqs - len(self.running)))
         answers = len(self.running) - len(reading)
-        borders = [len(self.running) > border for border in MANY_ANSWERS]
-        borders.append(any(request.computed > MANY_CACHED for request in reading))
+        if answers > MANY_ANSWERS or any(request.computed > MANY_CACHED for request in reading):
+            most = 3 * most // 4
         long = max(most, self.prompt_tokens_beside)
         unread = reading + coming
         tokens = sum(request.missing for request in unread)
         if tokens >= 4 * most and len(unread) >= max(BURST, BURST_SHARE * answers):
-            return long, True
+            return long
         if tokens >= long and self.long_gaps >= answers:
             self.long_gaps -= answers
-            return long, True
-        return int(SHARES[sum(borders)] * most), False
+            return long
+        return most
 
     def _fill(
         self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True

@@ -22,9 +22,7 @@ constexpr u32 X_AT = (BYTE_BOOK + BYTE_RESIDUAL + 511) / 512 * 512;
 constexpr u32 CHUNK_X = ROWS == 1 ? 512 : 1024;  // bytes of the x of a chunk
 static_assert(OWN && POS_BITS == 3 && PIECES == 1 && ITEM_BYTES == 3 && ROWS <= 2, "what vptq.cuh says of OWN");
 
-#ifndef DEPTH
-#define DEPTH 2  // chunks of a warp on their way: more take registers that the kernels behind this one need to begin beside it
-#endif
+constexpr int DEPTH = 2;  // chunks of a warp on their way; one is as fast, four are slower
 
 typedef int Products[ROWS][8];
 

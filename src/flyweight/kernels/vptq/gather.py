@@ -100,12 +100,7 @@ def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> l
     ]
     small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
-        residents = (2, 1) if staged_ahead and rows == 1 else (1,)
-        return small + [
-            Launch("bytes", copies=copies, resident=resident)
-            for resident in residents
-            for copies in (BYTE_COPIES if resident == 1 else BYTE_COPIES[:2])
-        ]
+        return small + [Launch("bytes", copies=copies) for copies in BYTE_COPIES]
     return [launch for fits, launch in table if fits] + [
         Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
     ]
@@ -334,13 +329,7 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
         chosen.most_blocks,
     )
     kernel = jit.load("vptq_bytes.cu", defines=defines).kernel("vptq_bytes")
-    shared = chosen.shared
-    if launch.resident > 1 and ends.norm is None and ends.gated is None:
-        # Two launches lie on a processor only while each has one thread block on every processor.
-        # Behind attention some processors have room before others, and would take two, and so would
-        # those of all launches behind this one: so it leaves no room for a second of its own.
-        shared = max(shared, gpu.of(x.device).shared_memory_per_multiprocessor // 2)
-    kernel.launch(sum(chosen.ctas), threads, args, shared=shared, pdl=pdl)
+    kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl)
 
 
 def worth_doubling(tensor: VectorQuant) -> bool:
