@@ -72,6 +72,7 @@ CASES = [
     ("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=2)),
     ("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=1, CHUNK=8)),
     ("gemv.cu", GEMV | OLDER | dict(FORMAT=1, BALANCED=1, PREFETCHED=8)),
+    ("gemv.cu", GEMV | OLDER | dict(FORMAT=2, BALANCED=1, KEPT=3)),
     ("gemv_split.cu", GEMV | OLDER | dict(FORMAT=2, ROWS=8, SLOTS=2, SLICES=4)),
     ("qkv_attention.cu", FUSED | OLDER | dict(FORMAT=1)),
     ("few.cu", LINEAR | FEW),

@@ -8,7 +8,7 @@ import torch
 from tuning import retune
 
 from flyweight import gpu
-from flyweight.kernels import reference, residual, workspace
+from flyweight.kernels import dependent_launch, reference, residual, workspace
 from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
 from flyweight.kernels.linear.chosen_experts import ChosenExperts
 from flyweight.kernels.linear.experts import GroupedExperts, Routing
@@ -460,6 +460,11 @@ def test_stages_that_warps_keep_in_registers_are_multiplied_with_the_others(kind
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
     want = gemv.multiply(weight, x)
     assert error(want, tensor.matmul_reference(x)) < 1e-2
+    retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=3)})
+    chosen = gemv.fitting_plan(weight.matrix, 1, gpu.of(None), tiles=5)
+    assert gemv.kept_stages(weight, 1, chosen, gpu.of(None)) == 0, "launches do not overlap"
+    monkeypatch.setattr(dependent_launch, "enabled", True)
+    assert [gemv.kept_stages(weight, rows, chosen, gpu.of(None)) for rows in (1, 2)] == [3, 0]
     for kept in (1, 2, 3):
         retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=kept)})
         assert torch.equal(gemv.multiply(weight, x), want)

@@ -105,10 +105,6 @@ def depend_on(stream: int, nodes: Sequence[int]) -> None:
         raise RuntimeError(f"the driver's error {failed} at the edges of a graph")
 
 
-letters = False
-unturned = 0
-
-
 # -- counters --------------------------------------------------------------------------------------
 
 
@@ -127,7 +123,7 @@ class Counters:
         return self._next - WORD
 
 
-def _zeroed(size: int, word: int = 0) -> int:
+def _zeroed(size: int) -> int:
     """Memory of the current device, also while a graph is captured, which forbids most calls."""
     from cuda.bindings import driver
 
@@ -137,7 +133,7 @@ def _zeroed(size: int, word: int = 0) -> int:
     status, address = driver.cuMemAlloc(size)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise MemoryError(f"{size} bytes for counters of launches: {status}")
-    driver.cuMemsetD32Async(address, word, size // WORD, stream)
+    driver.cuMemsetD32Async(address, 0, size // WORD, stream)
     driver.cuStreamSynchronize(stream)
     driver.cuStreamDestroy(stream)
     driver.cuThreadExchangeStreamCaptureMode(before)
@@ -161,16 +157,6 @@ class Last:
     beside: tuple[int, ...]  # what a launch depends on that runs beside it
     left: frozenset[int]  # what was left for others to depend on
     counter: int
-    letters: Letters | None = None
-
-
-@dataclass(frozen=True)
-class Letters:
-    """Where outputs lie, and the two boxes that they are left in."""
-
-    written: int
-    nbytes: int
-    boxes: int
 
 
 class _Streams(threading.local):
@@ -187,7 +173,6 @@ class Link:
     def __init__(self, stream: int, device: int, capture: Capture) -> None:
         self.stream = stream
         self.capture = capture
-        self.letters: Letters | None = None
         self.own = _counters(device).take()
         before = _streams.last.pop(stream, None)
         follows = (
@@ -203,17 +188,6 @@ class Link:
     def arguments(self) -> tuple[int, int]:
         return (0 if self.before is None else self.before.counter), self.own
 
-    def exchange(self, x: Any, out: Any, residual: Any) -> tuple[int, int, int, int]:
-        """Boxes to take x from and to leave y in, and how far (in values) each is from its twin."""
-        self.letters = Letters(out.data_ptr(), out.nbytes, _zeroed(2 * out.nbytes, 0xFFFFFFFF))
-        taken = None if self.before is None else self.before.letters
-        fits = taken is not None and taken.written == x.data_ptr() and taken.nbytes >= x.nbytes
-        if fits and residual is not None:
-            start, end = taken.written, taken.written + taken.nbytes
-            fits = not (residual.data_ptr() < end and start < residual.data_ptr() + residual.nbytes)
-        before = (taken.boxes, taken.nbytes // 2) if fits else (0, 0)
-        return before[0], self.letters.boxes, before[1], out.nbytes // 2
-
     def close(self) -> None:
         now = capture_of(self.stream)
         assert now is not None and len(now.nodes) == 1
@@ -225,7 +199,7 @@ class Link:
             left = (self.before.node, node)
             depend_on(self.stream, left)
         _streams.last[self.stream] = Last(
-            self.capture.number, node, beside, frozenset(left), self.own, self.letters
+            self.capture.number, node, beside, frozenset(left), self.own
         )
 
 

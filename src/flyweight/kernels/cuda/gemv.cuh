@@ -65,24 +65,6 @@
 #define OWN_COPIES 0
 #define OWN_UNITS 1
 #endif
-#ifndef UNTURNED
-#define UNTURNED 0  // stages that are asked for before it is this linear's turn
-#endif
-#ifndef TRACE
-#define TRACE 0
-#endif
-#if TRACE
-#define STAMP(k) stamp(k)
-__shared__ u32* trace_to;
-DEVICE void stamp(int k) {
-  if (threadIdx.x || !launch.own) return;
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  trace_to[k] = (u32)t;
-}
-#else
-#define STAMP(k)
-#endif
 #ifndef KEPT
 #define KEPT 0  // stages behind the ring's that warps fetch into registers (OWN_COPIES)
 #endif
@@ -258,17 +240,13 @@ template <typename TileAt> struct OwnRing {
         ring(shared_address(sh.ring[0] + warp * OWN_BYTES + lane * 16)), at(0), own(sh.ring[0] + warp * OWN_BYTES), tile(0),
         stage(BALANCED ? slice.skipped : 0), turns(nullptr) {
     if (left > 0) aim();
-  }
-  DEVICE void take_turn() {
 #if BY_COUNTERS
     if (a.turns && launches_overlap()) turns = a.turns + 2 * processor();
     if (turns) {
       if (threadIdx.x == 0) sh.asked = 0, await_turn_beside(turns);
       named_barrier(1, THREADS);
-      if (left <= 0) give_turn();
     }
 #endif
-    STAMP(1);
   }
   // Addresses of this lane's first 16 bytes of `stage` of `tile`.
   DEVICE void aim() {
@@ -337,10 +315,7 @@ template <typename TileAt> struct OwnRing {
     if (at == STAGES * STAGE_BYTES) at = 0, own -= STAGES * STAGE_BYTES;
   }
   DEVICE void fill() {
-    for (int i = 0; i < STAGES; i++) {
-      if (i == UNTURNED) take_turn();
-      fetch(), advance();
-    }
+    for (int i = 0; i < STAGES; i++) fetch(), advance();
 #if KEPT
     keep();
 #endif
@@ -416,24 +391,29 @@ struct Ring {  // the stage that comes next
 };
 
 #if !IN_REGISTERS && FORMAT != BIT_PLANES
-// A unit of a tile, of which `block` is the first of its slice's blocks: into `whole`, or scaled into `total`.
-DEVICE void multiply_unit(const LinearShared& sh, Slice slice, const u8* weights, const Record* records, const Inputs& inputs, int block,
-                          float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
+// A unit of a tile, of which `block` is the first of its slice's blocks: into `whole`, or scaled into `total`. `fragment(b)`: its weights.
+template <typename Fragments, typename Records>
+DEVICE void multiply_fragments(const LinearShared& sh, Slice slice, Fragments fragment, const Records& records, const Inputs& inputs, int block,
+                               float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
   const u8* xs = inputs.x + block * XBLOCK;
   if constexpr (!GROUPED) {
-    multiply_block(load_fragment(weights, lane), xs, whole);
+    multiply_block(fragment(0), xs, whole);
   } else {
     group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
     for (int b = 0; b < UNIT_BLOCKS; b++)
-      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks)
-        multiply_block(load_fragment(weights + b * BLOCK_BYTES, lane), xs + b * XBLOCK, acc);
+      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks) multiply_block(fragment(b), xs + b * XBLOCK, acc);
 #if FORMAT == FP8_BLOCKS
     add_scaled(whole, acc, *(const float2*)records);
 #else
     add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, lane / 4, lane % 4);
 #endif
   }
+}
+DEVICE void multiply_unit(const LinearShared& sh, Slice slice, const u8* weights, const Record* records, const Inputs& inputs, int block,
+                          float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
+  auto loaded = [=](int b) { return load_fragment(weights + b * BLOCK_BYTES, lane); };
+  multiply_fragments(sh, slice, loaded, records, inputs, block, total, whole, lane);
 }
 #endif
 
@@ -453,22 +433,12 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* own, c
 #if KEPT
 DEVICE void multiply_share(const LinearShared& sh, Slice slice, const Share& share, const Inputs& inputs, int start,
                            float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int warp, int lane) {
-  const int first = start + warp * OWN_BLOCKS;
 #pragma unroll
   for (int unit = 0; unit < OWN_BLOCKS; unit += UNIT_BLOCKS) {
-    const int block = first + unit;
+    const int block = start + warp * OWN_BLOCKS + unit;
     if (!FULL && block >= slice.blocks) break;
-    const u8* xs = inputs.x + block * XBLOCK;
-    if constexpr (!GROUPED) {
-      multiply_block(fragment_of(share.words[unit]), xs, whole);
-    } else {
-      group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
-#pragma unroll
-      for (int b = 0; b < UNIT_BLOCKS; b++)
-        if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks)
-          multiply_block(fragment_of(share.words[unit + b]), xs + b * XBLOCK, acc);
-      add_unit(total, acc, share.records[unit * 64 / GROUP], sh.groups[block / UNIT_BLOCKS], true, lane / 4, lane % 4);
-    }
+    auto kept = [&](int b) { return fragment_of(share.words[unit + b]); };
+    multiply_fragments(sh, slice, kept, share.records[GROUPED ? unit * 64 / GROUP : 0], inputs, block, total, whole, lane);
   }
 }
 #endif
@@ -526,9 +496,6 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       }
 #endif
       const u8* here = ring.wait();
-#if TRACE
-      if (tile == done && stage == (tile == 0 ? slice.skipped : 0)) STAMP(5);
-#endif
       multiply_stage(sh, slice, here, inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
       if (!FULL && !IN_REGISTERS && !OWN_COPIES) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       ring.release();
@@ -558,10 +525,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     }
     // sums for the CTA before this one are left at once
     if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
-      if (tile + 1 == count) STAMP(6);
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
-      if (tile + 1 == count) STAMP(7);
       done = tile + 1;
       if (done < count) {
         named_barrier(1, THREADS);
@@ -591,7 +556,6 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
 #if OWN_COPIES
   OwnRing<TileAt> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
   ring.fill();
-  STAMP(2);
   if (warp == WARPS - 1) early();
 #else
   if (warp == WARPS) {
@@ -601,7 +565,6 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   Ring ring = {sh};
 #endif
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
-  STAMP(4);
   Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   return true;

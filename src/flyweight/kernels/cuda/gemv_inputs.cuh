@@ -64,24 +64,12 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
   LowProducts low(sh.adapter, a, warp, lane);
   low.fetch();
 #endif
-#if BY_COUNTERS && LETTERS
-  const u32 box = box_of_replay();
-  if (threadIdx.x == 0) launch.letters.turn = box;  // seen by all after they have met
-  if (launch.letters.x) {
-    const uint4* const letters = (const uint4*)(launch.letters.x + box * launch.letters.x_step);
-    auto piece_of = [=](int i) { return (i * WARPS + part) * 32 + lane; };
-    await_pieces(x, lane, [=](int i) { return piece_of(i) < KDIM / 8; }, [=](int i) { return letters + piece_of(i); });
-  } else
-#endif
-  {
   wait_for_inputs();
-  STAMP(3);
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * WARPS + part) * 32 + lane;
     x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
     if (GATED_INPUT) up[GATED_INPUT ? i : 0] = piece < KDIM / 8 ? ((const uint4*)(a.x + KDIM))[piece] : make_uint4(0, 0, 0, 0);
-  }
   }
   if constexpr (INDEXED) {
 #pragma unroll

@@ -76,7 +76,6 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
-_turn = 0
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -240,17 +239,16 @@ def fitting_plan(
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
-    least = 2 if kept_stages(matrix, rows, device) else 3
     several: list[dict[str, Any]] = [
-        dict(fewest=least),
+        dict(fewest=3),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes), slots=1),
         {},
     ]
     if wanted.own_bytes:  # smaller shares, or those of fewer warps, rather than two of each
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
-        fewer: dict[str, Any] = dict(fewest=least, warps=wanted.warps // 2)
-        several = [several[0], smaller | dict(fewest=least), fewer, *several[-2:], smaller]
+        fewer: dict[str, Any] = dict(fewest=3, warps=wanted.warps // 2)
+        several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
@@ -266,13 +264,11 @@ def fits_beside(matrix: Matrix, rows: int, device: Gpu) -> bool:
     return found is not None and found.shared <= device.shared_beside(RESERVED_BESIDE)
 
 
-def kept_stages(matrix: Matrix, rows: int, device: Gpu) -> int:
-    """Stages behind those of the ring that warps fetch into registers."""
-    return (
-        tuned.of(device).formats[matrix.format.name].gemv_kept
-        if rows == 1 and own_bytes(device)
-        else 0
-    )
+def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> int:
+    """Stages behind those of the ring that warps fetch into registers, where launches overlap."""
+    whole = weight.group % 64 == 0 or not weight.format.grouped  # a scale for each unit
+    ready = rows == 1 and chosen.own_units and whole and dependent_launch.enabled
+    return tuned.of(device).formats[weight.format.name].gemv_kept if ready else 0
 
 
 def late_stages(matrix: Matrix, device: Gpu) -> int:
@@ -318,11 +314,9 @@ def defines(
 ) -> dict[str, int]:
     """What gemv.cuh is compiled for."""
     early = weight.early and rows == 1
-    kept = kept_stages(weight.matrix, rows, device) if chosen.own_units else 0
     return {
         **weight.format.defines(symmetric=weight.symmetric),
         **weight.type_defines,
-        **({"KEPT": kept} if kept else {}),
         "STATIC": int(weight.static),
         "KDIM": weight.in_features,
         "NDIM": weight.out_features,
@@ -391,17 +385,9 @@ def multiply(
     if balanced and not chosen.in_registers:
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
-        if dependent_launch.letters:  # a neighbour may still be emptying its own
-            global _turn
-            _turn ^= 1
-            mail = mail[_turn * 16 * rows * grid :]
-    if chosen.own_units and dependent_launch.unturned:
-        flags["UNTURNED"] = min(dependent_launch.unturned, chosen.stages - 1)
-    letters = None
-    if dependent_launch.letters and chosen.own_units and rows == 1 and weight.order is None:
-        if one.gated is None and adapted is None:
-            flags["LETTERS"] = 1
-            letters = (x, out, residual)
+    # an adapter's warp leaves no registers for weights
+    if kept := 0 if adapted else kept_stages(weight, rows, chosen, device):
+        flags["KEPT"] = kept
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
     if one.apart is not None:
@@ -424,12 +410,5 @@ def multiply(
         *(adapted.arguments if adapted else ()),
     )
     threads = chosen.threads + 32 * (adapted is not None)
-    kernel.launch(
-        grid,
-        threads,
-        args,
-        shared=chosen.shared,
-        pdl=pdl,
-        **({"letters": letters} if letters else {}),
-    )
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
     return out

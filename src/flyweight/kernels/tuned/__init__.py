@@ -63,7 +63,7 @@ class FormatNumbers:
     expert_rows: int
     gemv_late_stages: int | None = None
     ticket_rows: int = 0
-    gemv_kept: int = 0  # stages that warps fetch into registers, where they copy for themselves
+    gemv_kept: int = 0  # stages that warps fetch into registers, where launches overlap by counters
     attention_rows: int = NEVER
     splitk_cycles: tuple[float, float] | None = None
     splitk_wide_rows: tuple[int, ...] = ()
