@@ -1,0 +1,42 @@
+#!/bin/bash
+# An EAGLE-3 head and a student of four layers for a model, trained in a minute and a half, and what they are worth on real prompts
+# (a minute more), on one GPU with nothing beside it: training is starved at once. The head and the student learn from the same answers.
+#
+#   bash benchmarks/workshop/trained_drafters.sh MODEL TEXTS OUT
+#
+# TEXTS: a folder with wikitext2-train-1mb.raw.txt, wikitext2-valid.raw.txt, sonnet.txt and mt-bench-questions.jsonl. OUT gets
+# training.txt, rates.jsonl and memory.jsonl; the drafters are left in the folders `head` and `student` of the current one, since
+# rows have their names. What is judged (valid, a tenth of the questions, two files of code) is not trained on. Where captured steps
+# of training fail, they are launched one by one. Compile first: `flyweight compile MODEL --max-num-seqs 256`.
+#
+# TRY=1 runs all of it small, on a CPU too.
+set -u
+model=$1 texts=$2 out=$3
+here=$(dirname "$(readlink -f "$0")")/..
+code=$here/../src/flyweight
+mkdir -p "$out"
+sizes="--prompts 2048 --asked 2048 --question-times 4 --answer 160 --answer-minutes 0.2 --student 4"
+trained="--minutes 0.45 --student-minutes 0.15"
+again="--eager --minutes 0.35 --student-minutes 0.1"
+judged="--tokens 192"
+lines=1000
+if [ -n "${TRY:-}" ]; then
+    sizes="--prompts 2 --asked 2 --prompt 16 --question-times 1 --answer 8 --student 2 --batch 64 --vocabulary 256 --device cpu"
+    trained="--minutes 0.02 --student-minutes 0.02"
+    judged="--tokens 6 --prompts 1 --only chat --device cpu"
+    lines=4
+fi
+head -n $lines "$texts/mt-bench-questions.jsonl" > "$out/questions.jsonl"
+train() {
+    python "$here/train_head.py" "$model" head --then-student student --chat --text "$texts/wikitext2-train-1mb.raw.txt" \
+        --text "$texts/sonnet.txt" --text "$code/engine/scheduler.py" --text "$code/engine/core.py" --text "$code/engine/kv_cache.py" \
+        --text "$code/models/layer.py" --text "$code/server/service.py" --text "$code/checkpoint/reader.py" \
+        --text "$code/quant/quantize.py" --questions "$out/questions.jsonl" $sizes "$@" >> "$out/training.txt"
+}
+train $trained || { [ -f head/answers.json ] && [ ! -f head/model.safetensors ] && train $again; }
+grep '"training"' "$out/training.txt"
+python "$here/speculation.py" "$model" --speculate auto:eagle3:head:3 --speculate auto:eagle3:head:1 --speculate auto:model:student:3 \
+    --speculate eagle3:head:3 --text "$texts/wikitext2-valid.raw.txt" --chat "$texts/mt-bench-questions.jsonl" \
+    --code "$code/engine/runner.py" --code "$code/engine/rows.py" $judged > "$out/rates.jsonl"
+[ -n "${TRY:-}" ] || python "$here/speculation.py" "$model" --memory --speculate eagle3:head:3 --speculate model:student:3 \
+    --speculate ngram > "$out/memory.jsonl"
