@@ -1,8 +1,8 @@
 """How the ranges of a grid are best chosen where there is no calibration: distance from the
 original by KL.
 
-    python benchmarks/quality/grid_ranges.py OUT.jsonl --model FOLDER --text wiki.txt c4.txt code.txt
-        [--bits 4] [--group-size 128] [--windows 8]
+    python benchmarks/quality/grid_ranges.py OUT.jsonl --model FOLDER --text wiki.txt c4.txt …
+        [--bits 4 3 8] [--group-size 128] [--windows 8]
 
 The weights of all layers are rounded to nearest, symmetrically. Ranges are whole (`minmax`), those
 of the least squared error (`squares`, which no scheme takes) or of the least error to the fourth
@@ -46,15 +46,16 @@ def rounded_weight(weight: Tensor, ranges: str, settings: dict[str, Any]) -> Ten
     return rtn(weight, Integers(**settings, ranges=ranges)).dequantize()
 
 
-def rounded_model(source: Path, target: Path, ranges: str, options: argparse.Namespace) -> float:
+def rounded_model(
+    source: Path, target: Path, ranges: str, settings: dict[str, Any], device: str
+) -> float:
     """Writes the model with rounded weights; returns the relative squared error of the weights."""
-    settings = {"bits": options.bits, "group_size": options.group_size}
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     errors = []
     for shard in sorted(source.glob("*.safetensors")):
         tensors = load_file(shard)
         for name in filter(WEIGHT.search, tensors):
-            before = tensors[name].to(options.device)
+            before = tensors[name].to(device)
             after = rounded_weight(before, ranges, settings)
             errors.append(float((after - before).square().sum() / before.square().sum()))
             tensors[name] = after.to("cpu", before.dtype).contiguous()
@@ -94,35 +95,46 @@ def distances(
 
 
 def measured(options: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
-    """A row for each choice of ranges and text."""
+    """A row for each number of bits, choice of ranges and text."""
     checkpoint = Checkpoint(options.model)
     by_text = [windows_of(checkpoint, text, options.windows) for text in options.text]
     windows = [window for part in by_text for window in part]
     wanted = list(log_probabilities(options.model, windows, options.device))
-    whole: Tensor | None = None
-    for ranges in RANGES:
-        folder = scratch / ranges
-        error = rounded_model(options.model, folder, ranges, options)
-        kl, change = distances(folder, windows, wanted, options.device)
-        shutil.rmtree(folder)
-        whole = kl if whole is None else whole
-        begin = 0
-        for text, part in zip(options.text, by_text, strict=True):
-            here = slice(begin, begin + len(part))
-            begin += len(part)
-            yield {
-                "ranges": ranges,
-                "text": text.name,
-                "weight_error": error,
-                "tokens": sum(window.shape[1] - 1 for window in part),
-                "kl": float(kl[here].mean()),
-                "kl_error": measure.standard_error(kl[here]),
-                "kl_change": float((kl - whole)[here].mean() / whole[here].mean()),
-                "kl_change_error": measure.standard_error((kl - whole)[here])
-                / float(whole[here].mean()),
-                "log_ratio": float(change[here].mean()),
-                "log_ratio_error": measure.standard_error(change[here]),
-            }
+    for bits in options.bits:
+        settings = {"bits": bits, "group_size": options.group_size}
+        whole: Tensor | None = None
+        for ranges in RANGES:
+            folder = scratch / f"{bits}-{ranges}"
+            error = rounded_model(options.model, folder, ranges, settings, options.device)
+            kl, change = distances(folder, windows, wanted, options.device)
+            shutil.rmtree(folder)
+            whole = kl if whole is None else whole
+            begin = 0
+            for text, part in zip(options.text, by_text, strict=True):
+                here = slice(begin, begin + len(part))
+                begin += len(part)
+                tokens = sum(window.shape[1] - 1 for window in part)
+                yield {
+                    "scheme": f"rtn-int{bits}",
+                    **settings,
+                    "ranges": ranges,
+                    "text": text.name,
+                    "weight_error": error,
+                    "tokens": tokens,
+                } | compared(kl[here], whole[here], change[here])
+
+
+def compared(kl: Tensor, whole: Tensor, change: Tensor) -> dict[str, float]:
+    """The fields of a row that are means over windows."""
+    mean = float(whole.mean())
+    return {
+        "kl": float(kl.mean()),
+        "kl_error": measure.standard_error(kl),
+        "kl_change": float((kl - whole).mean()) / mean,
+        "kl_change_error": measure.standard_error(kl - whole) / mean,
+        "log_ratio": float(change.mean()),
+        "log_ratio_error": measure.standard_error(change),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -132,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--bits", type=int, nargs="+", default=[4])
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -141,16 +153,13 @@ def main(arguments: list[str] | None = None) -> None:
     shared = {key: facts[key] for key in ("checkpoint", "weights")} | {
         "model": options.model.name,
         "tool": "flyweight",
-        "scheme": f"rtn-int{options.bits}",
-        "bits": options.bits,
-        "group_size": options.group_size,
         "window": WINDOW,
     }
     rows = []
     with tempfile.TemporaryDirectory(dir=options.out.parent) as scratch:
         for row in measured(options, Path(scratch)):
             rows.append(rounded(shared | row))
-            told = f"{row['ranges']:8} {row['text']:24} KL {row['kl']:.4f} ± {row['kl_error']:.4f}"
+            told = f"{row['scheme']} {row['ranges']:8} {row['text']:24} KL {row['kl']:.4f}"
             print(f"{told}, {100 * row['kl_change']:+.1f} %", flush=True)
     ResultFile(options.out).append(complete_rows(rows, torch.device(options.device)))
 
