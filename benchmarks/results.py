@@ -298,8 +298,9 @@ SHOWN: dict[str, Callable[[Results], tuple[Results, list[Row]]]] = {
     ),
     "beside": lambda results: rows_beside(),
     "newest": lambda results: rows_beside(),
-    "best": lambda results: rows_of_best(),
-    "quality": lambda results: rows_of_best(schemes=None),
+    "best": lambda results: rows_of_quality("quality.jsonl", schemes=table.BEST),
+    "quality": lambda results: rows_of_quality("quality.jsonl"),
+    "several": lambda results: rows_of_quality("quality-models.jsonl"),
     "quantizing": lambda results: (
         results,
         [row for row in results.of("quantize") if "extrapolated" in row],
@@ -319,11 +320,9 @@ SHOWN: dict[str, Callable[[Results], tuple[Results, list[Row]]]] = {
 }
 
 
-def rows_of_best(
-    schemes: Collection[str] | None = frozenset(table.BEST),
-) -> tuple[Results, list[Row]]:
-    """Of the default model: of these schemes, or of all."""
-    path = ROWS / "quality.jsonl"
+def rows_of_quality(name: str, schemes: Collection[str] | None = None) -> tuple[Results, list[Row]]:
+    """Those of ours, of these schemes or of all."""
+    path = ROWS / name
     if not path.exists():
         return Results((), {}), []
     results = read([path])

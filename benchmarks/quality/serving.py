@@ -1,9 +1,9 @@
 """Tables of what the options of serving cost in quality: 8-bit caches, heads, prompts and
-codebooks; and of the tasks that quantized models were asked.
+codebooks; of the tasks that quantized models were asked; and of ranges without calibration.
 
 `make results` puts them into docs/serve.md and docs/quantize.md. Rows are those of kv_cache.py,
-../needle.py, served_head.py, vptq_books.py, tasks.py and `flyweight eval MODEL MODEL
---prompt-dtype …`; of rows of one kind the last one counts.
+../needle.py, served_head.py, vptq_books.py, tasks.py, grid_ranges.py and `flyweight eval MODEL
+MODEL --prompt-dtype …`; of rows of one kind the last one counts.
 """
 
 from __future__ import annotations
@@ -132,6 +132,32 @@ def tasks(folders: Sequence[Path]) -> str:
     return lines_of(columns, lines) if lines else ""
 
 
+def grid_ranges(folders: Sequence[Path]) -> str:
+    """Rounding to nearest by three choices of ranges: KL from the original, and how much less or
+    more that is than with whole ranges.
+    """
+    rows = last_of(folders, "grid-ranges.jsonl", ("model", "bits", "group_size", "ranges", "text"))
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = (name_of(row), row["bits"], row["group_size"], row["ranges"])
+        found.setdefault(key, {})[row["text"]] = row
+    lines = []
+    for (model, bits, group_size, chosen), by_text in found.items():
+        group = "channel" if group_size == -1 else str(group_size)
+        cells = [changed_kl(by_text[text]) if text in by_text else "–" for text in texts]
+        lines.append((model, str(bits), group, chosen, *cells))
+    columns = ("model", "bits", "group, at most", "ranges", *texts)
+    return lines_of(columns, lines) if lines else ""
+
+
+def changed_kl(row: Row) -> str:
+    if row["ranges"] == "minmax":
+        return f"{row['kl']:.4f}"
+    change = f"{100 * row['kl_change']:+.1f} ± {100 * row['kl_change_error']:.1f} %"
+    return f"{row['kl']:.4f}, {change}"
+
+
 BLOCKS: dict[str, Callable[[Sequence[Path]], str]] = {
     "caches": caches,
     "needles": needles,
@@ -139,4 +165,5 @@ BLOCKS: dict[str, Callable[[Sequence[Path]], str]] = {
     "prompts": prompts,
     "books": books,
     "tasks": tasks,
+    "grid_ranges": grid_ranges,
 }

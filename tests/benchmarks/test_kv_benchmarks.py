@@ -1,4 +1,4 @@
-"""The benchmarks of 8-bit caches, prompts and heads, with models of a few weights: rows, scoring."""
+"""The benchmarks of 8-bit caches, prompts, heads and ranges, with models of a few weights: rows, scoring."""
 
 import json
 import sys
@@ -10,10 +10,12 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "benchmarks/quality", "tests/quant")
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
+import grid_ranges  # noqa: E402
 import kv_cache  # noqa: E402
 import needle  # noqa: E402
 import prompt_dtype  # noqa: E402
 import served_head  # noqa: E402
+import serving  # noqa: E402
 from tiny_model import TEXT, make_tiny_model  # noqa: E402
 
 import flyweight  # noqa: E402
@@ -114,3 +116,21 @@ def test_an_8_bit_head_is_measured_beside_the_stored_one(model, text, tmp_path):
     assert stored["kl"] > 0 and stored["kl_growth"] == 0
     assert eight["kl_growth"] == pytest.approx(eight["kl"] / stored["kl"] - 1, abs=1e-3)
     assert abs(eight["kl_growth"]) < 0.05 and eight["kl"] < four["kl"], "four bits are coarser"
+
+
+def test_ranges_are_compared_on_the_same_windows(model, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT * 20)
+    out = tmp_path / "grid-ranges.jsonl"
+    grid_ranges.main([
+        str(out), "--model", str(model), "--text", str(tmp_path / "text.txt"),
+        "--windows", "2", "--bits", "4", "3", "--group-size", "32", "--device", "cpu",
+    ])
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"]
+    assert [(row["bits"], row["ranges"]) for row in rows] == [
+        (bits, ranges) for bits in (4, 3) for ranges in ("minmax", "squares", "fourth")
+    ]
+    assert {row["tokens"] for row in rows} <= {2 * 511, 2 * 512}  # without and with a BOS token
+    for whole, squares, fourth in (rows[:3], rows[3:]):
+        assert squares["weight_error"] < fourth["weight_error"] < whole["weight_error"]
+        assert whole["kl_change"] == 0 and fourth["kl"] > 0
+    assert serving.grid_ranges([tmp_path]).count("\n") == 1 + len(rows)

@@ -172,5 +172,8 @@ def test_the_documents_of_this_repository_say_what_its_rows_say(monkeypatch):
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert module.differing(module.latest(module.read(module.files("*.jsonl")))) == [], "make results"
-    long = [path for path in Path("docs/results").rglob("*.md") if path.stat().st_size > module.sys.modules["pages"].LIMIT + 1_000]
-    assert not long, "pages.py cuts what is longer"
+    serving = module.sys.modules["serving"]
+    assert set(module.BLOCKS) == set(module.SHOWN) | set(serving.BLOCKS), "which code are its rows of?"
+    most = module.sys.modules["pages"].LIMIT + 1_000
+    pages = [path for path in Path("docs").rglob("*") if path.suffix in (".md", ".rst")]
+    assert not [path for path in pages if path.stat().st_size > most], "pages.py cuts reports that are longer"

@@ -6,37 +6,19 @@ import re
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_configs import BYTES
 
 from flyweight.checkpoint import Checkpoint
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.errors import CheckpointError
 
 NAN, INFINITY = float("nan"), float("inf")
-CONFIG = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    hidden_act="silu",
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position_embeddings=4096,
-    dtype="float32",
-    bos_token_id=256,
-    eos_token_id=257,
-    vocab_size=264,
-    tie_word_embeddings=True,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-)
 
 
 @pytest.fixture
 def folder(tmp_path):
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(BYTES))
     return tmp_path
 
 
@@ -131,7 +113,7 @@ def test_a_sampling_default_that_cannot_be_is_found_at_load_and_not_at_the_first
 
 def test_ordinary_values_and_unknown_keys_are_left_alone(tmp_path):
     check_config(
-        CONFIG
+        BYTES
         | {
             "rope_scaling": None,
             "sliding_window": None,

@@ -6,6 +6,7 @@ import torch
 
 from adapter_files import write_adapter
 from padded_story import Story
+from tiny_configs import LLAMA
 
 from flyweight import LLM
 from flyweight.batch import NOBODY
@@ -27,10 +28,7 @@ PROMPT = [5, 9, 2, 44, 17, 3, 8, 21, 30, 12]
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """The options of an LLM with random weights and two adapters."""
-    config = presets.PRESETS["smollm2-135m"] | dict(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128)
-    monkeypatch.setitem(presets.PRESETS, "tiny", config)
+    monkeypatch.setitem(presets.PRESETS, "tiny", LLAMA)
     shapes = {f"model.layers.{index}.{name}": shape for index in range(2) for name, shape in {
         "self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32), "self_attn.o_proj": (32, 32),
         "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}.items()}

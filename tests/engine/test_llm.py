@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_configs import LLAMA
 
 from flyweight import LLM, SamplingParams
 from flyweight.engine.llm import TURN_TOKENS
@@ -36,9 +37,7 @@ def reference(smollm2):
 @pytest.fixture
 def tiny(monkeypatch):
     """The options of an LLM with random weights and a vocabulary of 60."""
-    config = presets.PRESETS["smollm2-135m"] | dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-    monkeypatch.setitem(presets.PRESETS, "tiny", config)
+    monkeypatch.setitem(presets.PRESETS, "tiny", LLAMA)
     return {"model": "preset:tiny:fp32", "blocks": 64, "block_size": 4}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_configs import LLAMA
 
 from flyweight import LLM
 from flyweight.batch import KVStorage
@@ -11,13 +12,11 @@ from flyweight.errors import ResourceError
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 
-TINY = PRESETS["smollm2-135m"] | dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
 SHAPE = CacheShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
 def test_a_model_says_where_its_memory_goes(monkeypatch):
-    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    monkeypatch.setitem(PRESETS, "tiny", LLAMA)
     found = LLM("preset:tiny:fp32", blocks=64, block_size=4, native=False).memory()
     layer = (32 + 32) * 32 + 32 * 32 + 3 * 48 * 32
     assert found == Memory(weights=4 * (60 * 32 + 2 * layer), workspace=0, graphs=0, kv=256 * SHAPE.token_bytes, kv_tokens=256)
@@ -28,7 +27,7 @@ def test_a_model_says_where_its_memory_goes(monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "context"), [(40, 64), (64, 64), (100, 32)])
 def test_the_measured_pass_is_one_that_the_decoder_can_run(tokens, context):
-    decoder = Decoder.load(PresetWeights(TINY, "fp32"), device="cpu", dtype=torch.float32)
+    decoder = Decoder.load(PresetWeights(LLAMA, "fp32"), device="cpu", dtype=torch.float32)
     batch = dummy_batch(tokens, context=min(context, tokens), block_size=16, device=torch.device("cpu"))
     assert len(batch.tokens) == batch.query_starts[-1] == tokens and max(batch.kv_lengths) <= context
     cache = KVStorage(*(torch.zeros(4, 16, 2, 8) for _ in range(2)))

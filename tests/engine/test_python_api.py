@@ -5,6 +5,7 @@ import inspect
 import threading
 
 import pytest
+from tiny_configs import LLAMA
 
 import flyweight
 from flyweight import LLM, SamplingParams
@@ -19,17 +20,8 @@ METHODS = ("generate", "chat", "stream", "iterate")
 @pytest.fixture(scope="module")
 def model():
     """Random weights, a vocabulary of 60 and a context of 128."""
-    config = presets.PRESETS["smollm2-135m"] | dict(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(presets.PRESETS, "tiny", config)
+        patch.setitem(presets.PRESETS, "tiny", LLAMA)
         yield LLM("preset:tiny:fp32", blocks=64, block_size=4)
 
 

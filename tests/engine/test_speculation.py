@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_configs import LLAMA
 from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alone, params, run, toy_engine
 
 from flyweight import LLM, SamplingParams
@@ -624,11 +625,9 @@ def test_a_wrong_option_is_refused_in_one_line(text):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    config = presets.PRESETS["smollm2-135m"] | dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-    monkeypatch.setitem(presets.PRESETS, "tiny", config)
-    monkeypatch.setitem(presets.PRESETS, "tinier", config | dict(num_hidden_layers=1))
-    monkeypatch.setitem(presets.PRESETS, "other", config | dict(vocab_size=50))
+    monkeypatch.setitem(presets.PRESETS, "tiny", LLAMA)
+    monkeypatch.setitem(presets.PRESETS, "tinier", LLAMA | dict(num_hidden_layers=1))
+    monkeypatch.setitem(presets.PRESETS, "other", LLAMA | dict(vocab_size=50))
 
 
 @pytest.mark.parametrize("native", [False, None], ids=["torch", "native where it can"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flyweight.kernels.accept import ChainState, CheckedRows, accept, last_rows
-from flyweight.kernels.guesses import GuessedRows, Handover, SequenceRows, TorchHandover
+from flyweight.kernels.guesses import GuessedRows, KernelHandover, SequenceRows, TorchHandover
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
@@ -33,7 +33,7 @@ def test_sequences_go_on_from_the_last_right_guess(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)
     chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8])  # all right; no guess; one right of two; its last row counts no guess
     found = []
-    for kind in (Handover, TorchHandover):
+    for kind in (KernelHandover, TorchHandover):
         rows = GuessedRows(
             tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2]), lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17], dtype=torch.int32),
             before=torch.tensor([0, 1, 2, 0, 0, 1, 2], dtype=torch.int32),
@@ -54,7 +54,7 @@ def test_rows_become_those_of_the_guesses_behind_them(monkeypatch, folder):
     chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8])
     guesses = torch.tensor([[60, 61, 62, 63], [70, 71, 72, 73]])
     found = []
-    for kind in (Handover, TorchHandover):
+    for kind in (KernelHandover, TorchHandover):
         rows = GuessedRows(
             tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2, 0]), lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17, 0], dtype=torch.int32),
             before=torch.tensor([0, 1, 2, 0, 0, 1, 2, 0], dtype=torch.int32), guesses=torch.zeros(8, dtype=torch.int64),

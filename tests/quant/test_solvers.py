@@ -56,7 +56,7 @@ def test_the_least_error_wins_and_of_equal_ones_the_first():
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("ranges", ["minmax", "mse", "importance"])
+@pytest.mark.parametrize("ranges", ["minmax", "fourth", "importance"])
 def test_every_integer_solver_is_at_least_as_good_as_rounding(bits, symmetric, ranges):
     weight, statistics, _ = problem()
     settings = Integers(bits, 32, symmetric, ranges)
@@ -67,16 +67,26 @@ def test_every_integer_solver_is_at_least_as_good_as_rounding(bits, symmetric, r
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_searched_range_has_no_larger_square_error_in_any_group(symmetric):
-    weight, _, _ = problem()
-    errors = [
-        (rtn(weight, Integers(4, 32, symmetric, ranges)).dequantize() - weight)
-        .square()
-        .unflatten(1, (-1, 32))
-        .sum(-1)
-        for ranges in ("minmax", "mse")
-    ]
-    assert (errors[1] <= errors[0] * (1 + 1e-5)).all() and errors[1].sum() < 0.95 * errors[0].sum()
+@pytest.mark.parametrize("ranges", ["fourth", "importance"])
+def test_a_searched_range_has_no_larger_error_in_any_group(symmetric, ranges):
+    weight, statistics, _ = problem()
+    errors = []
+    for tried in ("minmax", ranges):
+        found = rtn(weight, Integers(4, 32, symmetric, tried), statistics.importance)
+        squares = (found.dequantize() - weight).square()
+        weights = squares if ranges == "fourth" else statistics.importance
+        errors.append((squares * weights).unflatten(1, (-1, 32)).sum(-1))
+    least, searched = errors
+    # columns without inputs count a little in the search, and not here
+    assert (searched <= least * (1 + 1e-3)).all() and searched.sum() < 0.95 * least.sum()
+
+
+def test_a_range_without_calibration_cuts_no_outlier():
+    """A weight of six deviations among 128: the least squares cut it by up to a quarter."""
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    weight[:, 7] = 6
+    kept = rtn(weight, Integers(4, 128, ranges="fourth")).dequantize()[:, 7]
+    assert kept.min() > 5
 
 
 def test_each_refinement_lowers_the_error_of_the_one_before():

@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flyweight.cli import app
+from flyweight.report.blocks import Heading
+from flyweight.report.page import page as make_page
 
 EXCERPTS = sorted(str(path) for path in (Path(__file__).parent / "excerpts").iterdir())
 CHECKS = """<script>
@@ -64,6 +66,24 @@ def test_page_needs_nothing_from_outside(page):
     links = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)|url\(([^)]*)\)|@import""", text)
     assert all(link.startswith(("#", "data:")) for link, _ in links)
     assert "http://" not in text and "https://" not in text
+
+
+def test_headings_that_are_called_alike_are_told_apart_in_the_contents():
+    headings = [
+        Heading("Configuration: input_len=2048 (first_token)", short="first_token"),
+        Heading("Configuration: input_len=16384 (first_token)", short="first_token"),
+        Heading("Configuration: input_len=128 (interactive)", short="interactive"),
+        Heading("Kernels"),
+        Heading("Environment"),
+    ]
+    contents = make_page(headings, title="t").partition("<nav>")[2].partition("</nav>")[0]
+    assert re.findall(r">([^<]+)</a>", contents) == [
+        headings[0].text,
+        headings[1].text,
+        "interactive",
+        "Kernels",
+        "Environment",
+    ]
 
 
 def test_page_is_well_formed(page):

@@ -21,6 +21,7 @@ from typing import ClassVar
 import httpx
 import torch
 from safetensors.torch import save_file
+from tiny_configs import BYTES
 
 from flyweight.engine.byte_level import byte_alphabet
 from flyweight.models.presets import PresetWeights
@@ -38,25 +39,6 @@ TEMPLATE = (
     "%}{% endif %}"
     "{# an answer may hold <think>…</think> #}"
 )
-CONFIG = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    hidden_act="silu",
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position_embeddings=4096,
-    dtype="float32",
-    bos_token_id=256,
-    eos_token_id=257,
-    vocab_size=264,
-    tie_word_embeddings=True,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-)
 DEADLINE = 120.0  # seconds until a test gives up waiting for what takes milliseconds
 START = 600.0  # and for what imports torch and loads a model first
 
@@ -73,14 +55,14 @@ def make_model(
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True)
-    source = PresetWeights(CONFIG, "fp32")
+    source = PresetWeights(BYTES, "fp32")
     torch.manual_seed(0)
     save_file(
         {name: source.tensor(name).clone().contiguous() for name in source.names()},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(BYTES))
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +42,25 @@ class SequenceRows:
     lengths: Tensor  # int32, that one counted
 
 
-class Handover:
+class Handover(Protocol):
+    """Between the rows of a step with guesses and those of their sequences."""
+
+    def take(self, count: int) -> None:
+        """The first `count` unread tokens come from their sequences."""
+
+    def go_on(self, chosen: Tensor, count: int) -> None:
+        """The first `count` sequences take the token `chosen` behind their last right guess, and
+        the length that counts it.
+        """
+
+    def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
+        """The rows become those of the next step, with as many guesses of each of the first `count`
+        sequences: the token `chosen` behind its last right guess, then its column of `found`
+        [guesses, at least so many].
+        """
+
+
+class KernelHandover:
     """By kernels."""
 
     def __init__(self, rows: GuessedRows, sequences: SequenceRows):
@@ -53,29 +72,21 @@ class Handover:
         self._go_on = functools.partial(source.kernel("go_on").launch, 1, THREADS)
 
     def take(self, count: int) -> None:
-        """The first `count` unread tokens come from their sequences."""
         rows = self.rows
         self._take((rows.tokens, self.sequences.tokens, rows.unread, rows.unread_at, count))
 
     def go_on(self, chosen: Tensor, count: int) -> None:
-        """The first `count` sequences take the token `chosen` behind their last right guess, and
-        the length that counts it.
-        """
         rows, sequences = self.rows, self.sequences
         into = (sequences.tokens, sequences.lengths)
         self._go_on((chosen, rows.guesses, rows.first, rows.at, rows.lengths, *into, count))
 
     def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
-        """The rows become those of the next step, with as many guesses of each of the first `count`
-        sequences: the token `chosen` behind its last right guess, then its column of `found`
-        [guesses, at least so many].
-        """
         rows = self.rows
         where = (rows.before, rows.first, rows.lengths)
         self._guess_on((chosen, rows.tokens, *where, found, found.stride(0), len(chosen), count))
 
 
-class TorchHandover(Handover):
+class TorchHandover:
     """By torch's ops."""
 
     def __init__(self, rows: GuessedRows, sequences: SequenceRows):
@@ -108,5 +119,6 @@ class TorchHandover(Handover):
 
 
 def handover(rows: GuessedRows, sequences: SequenceRows) -> Handover:
-    kind = Handover if rows.tokens.device.type == "cuda" else TorchHandover
-    return kind(rows, sequences)
+    if rows.tokens.device.type == "cuda":
+        return KernelHandover(rows, sequences)
+    return TorchHandover(rows, sequences)

@@ -49,13 +49,13 @@ def latency(view: View) -> list[Block]:
 
 
 def configuration(view: View, one: Record, *, several: bool) -> Heading:
-    text = (
-        f"Configuration: batch_size={one['batch']}, input_len={one['input']}, "
-        f"output_len={one['output']}"
-    )
-    workload = one.get("workload") or "unnamed"
+    sizes = f"batch_size={one['batch']}, input_len={one['input']}, output_len={one['output']}"
+    workload = one.get("workload")
     place = f", {one['model']} on {one['device_name']}" if several else ""
-    return Heading(text if view.seed else f"{text} ({workload}{place})", short=f"{workload}{place}")
+    text = f"Configuration: {sizes}"
+    if not view.seed:
+        text += f" ({workload or 'unnamed'}{place})"
+    return Heading(text, short=f"{workload or sizes}{place}")
 
 
 def summary(view: View, best: Sequence[Record], *, metric: str) -> list[Block]:

@@ -5,6 +5,7 @@ without a network.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -19,11 +20,17 @@ FEW = 4  # a table of fewer lines needs no filter
 
 
 def page(blocks: Sequence[Block], *, title: str) -> str:
-    body, contents = [], []
-    for index, block in enumerate(blocks):
-        if isinstance(block, Heading) and block.level <= 2:
-            contents.append(f'<a href="#h{index}">{escape(block.short or block.text)}</a>')
-        body.append(render(block, index))
+    body = [render(block, index) for index, block in enumerate(blocks)]
+    headings = {
+        index: block
+        for index, block in enumerate(blocks)
+        if isinstance(block, Heading) and block.level <= 2
+    }
+    shared = Counter(heading.short for heading in headings.values())
+    contents = []
+    for index, heading in headings.items():
+        name = heading.short if shared[heading.short] == 1 else heading.text
+        contents.append(f'<a href="#h{index}">{escape(name or heading.text)}</a>')
     template = (HERE / "page.html").read_text(encoding="utf-8")
     parts = {
         "title": escape(title),

@@ -70,7 +70,8 @@ def rounding_error(
     pieces: Tensor, scales: Tensor, zeros: Tensor | None, weights: Tensor | None, *, steps: int
 ) -> Tensor:
     """pieces [rows, groups, size], scales and zeros [rows, groups] (no zeros: the middle), weights
-    [groups, size] → the weighted squared error of each group, [rows, groups].
+    [groups, size] → the weighted squared error of each group, [rows, groups]; without weights its
+    error to the fourth power.
     """
     pieces, scales = _plain(pieces), _plain(scales)
     zeros = None if zeros is None else _plain(zeros)

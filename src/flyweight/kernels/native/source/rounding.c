@@ -2,7 +2,8 @@
 // largest numbers that a grid has to hold.
 //
 //   error[p] = Σ_k weight[k] · (q_k · scale[p] − x_k)²   of each group p of a row's columns, with
-//   q_k = x_k / scale[p], to nearest, within −zero[p] … steps − zero[p]
+//   q_k = x_k / scale[p], to nearest, within −zero[p] … steps − zero[p]; without weights the square
+//   is its own weight: the fourth power
 //
 // A group stays in registers and the first cache while it is read once. Columns are walked sixteen
 // rows of the weight at a time (`LANES`): rows are independent, so that a block of columns of them
@@ -26,7 +27,7 @@ typedef struct {
     const float *pieces;  // [count][size]
     const float *scales;  // [count]
     const float *zeros;   // [count], or NULL: half of the steps for all
-    const float *weights; // [groups][size], for groups p, p + groups, …; or NULL: ones
+    const float *weights; // [groups][size], for groups p, p + groups, …; or NULL: the squares
     float *errors;        // [count]
     int64_t count;
     int64_t groups;
@@ -50,11 +51,12 @@ ALWAYS_INLINE float group_error(const Rounding *r, int64_t p, const int weighted
             float code = between(rintf(x[k + i] * inverse), low, high);
             float error = code * scale - x[k + i];
             float square = error * error;
-            sums[i] += weighted ? weights[k + i] * square : square;
+            sums[i] += (weighted ? weights[k + i] : square) * square;
         }
     for (; k < r->size; k++) {
         float error = between(rintf(x[k] * inverse), low, high) * scale - x[k];
-        total += weighted ? weights[k] * error * error : error * error;
+        float square = error * error;
+        total += (weighted ? weights[k] : square) * square;
     }
     for (int i = 0; i < LANES; i++) total += sums[i];
     return total;

@@ -1,0 +1,35 @@
+"""Configs of models so small that a test makes one of random weights in milliseconds."""
+
+from flyweight.models.presets import PRESETS
+
+# for engines: a vocabulary of 60 and a context of 128
+LLAMA = PRESETS["smollm2-135m"] | dict(
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+
+# for servers and files: a vocabulary of bytes and eight more
+BYTES = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=4096,
+    dtype="float32",
+    bos_token_id=256,
+    eos_token_id=257,
+    vocab_size=264,
+    tie_word_embeddings=True,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+)
