@@ -31,7 +31,8 @@
 //
 // OWN_COPIES (before Hopper): no producer. A warp copies the blocks that it will multiply itself, and waits for its own copies: nobody
 // polls a barrier, which older hardware does in a loop that takes the place of other warps' instructions. A stage then is OWN_UNITS
-// units of each warp, and a tile's ends may leave some of them without.
+// units of each warp, and a tile's ends may leave some of them without. KEPT stages behind the ring's it fetches into registers before
+// x is there, and multiplies them in their turn, while the ring fills again.
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
@@ -39,7 +40,7 @@
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
 // STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
-// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, SLOT_BLOCKS (0: experts_sum.cu)
+// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, KEPT (0), SLOT_BLOCKS (0: experts_sum.cu)
 #ifndef SLOT_BLOCKS
 #define SLOT_BLOCKS 0  // blocks of a tile that one expert has: inputs are those of several, one after the other
 #endif
@@ -66,7 +67,7 @@
 #define OWN_UNITS 1
 #endif
 #ifndef KEPT
-#define KEPT 0  // stages behind the ring's that warps fetch into registers (OWN_COPIES)
+#define KEPT 0
 #endif
 #ifndef PREFETCHED
 #define PREFETCHED 0  // stages that a producer brings to L2 while it waits for inputs
