@@ -13,10 +13,11 @@ resume=$(realpath -m "${RESUME:-scratch/resume}")
 paths=$root/src
 for path in $(tr : ' ' <<<"${PYTHONPATH:-}"); do paths+=:$(realpath -m "$path"); done
 export PYTHONPATH=$paths PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1
-mkdir -p "$out"
+mkdir -p "$out"/{options,families}
+arrivals=$(realpath -m "${TRACE:-trace.csv}")
 cd "$out"  # so that the command in each environment row names its file and no folder
 plan=$(mktemp) traces=$(mktemp -d)
-trap 'mv "$traces/result.jsonl" 003-profile.jsonl 2>/dev/null || true; rm -rf "$plan" "$traces"' EXIT
+trap 'mv "$traces/result.jsonl" 003-profile.jsonl 2>/dev/null || true; rm -rf "$plan" "$traces" trace.csv' EXIT
 
 add() { # NAME SECONDS COMMAND...: one line of the plan, with what must have ended by then
   printf '%q ' "$@" >>"$plan"
@@ -39,14 +40,17 @@ script() { # NAME SECONDS FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py
 
 grid=$(for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done)
 q2=preset:qwen2 q4=preset:qwen3-4b q8=preset:qwen3-8b moe=preset:qwen2-57b-a14b q72=preset:qwen2-72b q32=preset:qwen1.5-32b
+long=preset:qwen3-8b-yarn
 first=seed-000 second=seed-001 chain=qwen3-8b shapes=qwen3-8b rows=1,8,16,32,64,256,2048,4096,16384
 older=1,2,4,8,16,32,64,2048,8192
 latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
 read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
 read -ra sizes <<<"${SIZES:-7b 1.5b 0.5b}"  # of document 004, in this order
+sampled=options/sampled.jsonl drawn=(--sampling temperature=0.7,top_p=0.9 --no-check)
+speeds=(gemma-3-12b:int4 gpt-oss-20b:mxfp4 qwen3-next-80b-a3b:int4 glm-4.5-air:int4 deepseek-v2-lite:bf16)
 if [ -n "${TRY:-}" ]; then
-  q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny
+  q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny long=preset:tiny speeds=(tiny:int4)
   first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8 older=1,8
   latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) fewer=("${lengths[@]}")
   serve=(--requests 3 --input 16 --output 8) prompts=(--prompts 4 --input 20 --output 8) profile=(--input 64 --output 8)
@@ -112,6 +116,23 @@ piece() {
     startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
     prefill) script prefill 120 prefill.jsonl prefill_passes.py --zeros ;;
     prefill-4b) script prefill-4b 120 prefill.jsonl prefill_passes.py --zeros --model $q4:w8a8 $q4:bf16 $q4:w8a16 --cases 2048 16384 ;;
+    options) for name in vptq-bytes trace sampled long; do piece $name; done ;;
+    vptq-bytes) for head in int8 int4; do flyweight vptq-bytes-$head 60 options/vptq-bytes.jsonl bench latency $q8:vptq \
+      --option vptq_books=int8 --option head=$head --workload decode_bound --repeats 3 --no-check --backend native; done ;;
+    trace) # arrivals as in docs/serve.md; TRACE is the file
+      ln -sf "$arrivals" trace.csv
+      flyweight trace 60 options/serve-trace.jsonl bench serve $q8:int4 --trace trace.csv --time-scale 4.93 --requests 200 --warm-up 2 \
+        --no-check --no-samples ;;
+    sampled)
+      flyweight sampled-latency 30 $sampled bench latency $q8:int4 "${drawn[@]}" --workload decode_bound --workload high_concurrency \
+        --repeats 2 --backend native
+      flyweight sampled-serve 30 $sampled bench serve $q8:int4 "${drawn[@]}" --rate 8 --requests 48 --input 256 --output 128 --warm-up 2 \
+        --no-samples
+      flyweight sampled-throughput 30 $sampled bench throughput $q8:int4 "${drawn[@]}" --prompts 100 --repeats 1 --backend native ;;
+    long) for scheme in int4 w8a8 bf16; do for kind in model fp8 int8; do flyweight long-$scheme-$kind 60 options/long-contexts.jsonl \
+      bench latency $long:$scheme --kv-dtype $kind --workload long_4k_x32 --workload long_16k_x8 --workload long_64k \
+      --repeats 1 --no-check --backend native; done; done ;;
+    families) take families/speed.jsonl; add families 300 "$root/benchmarks/families.py" speed "${speeds[@]}" --out families/speed.jsonl ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
     older) for name in steps latency experts chain rows vptq; do piece older-$name; done ;;

@@ -72,7 +72,7 @@ def test_every_piece_becomes_a_command_line_that_the_package_knows(tmp_path):
     stub.chmod(0o755)
     for tried in ("", "1"):
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out"), "TEXT": "text.txt", "TRY": tried}
-        pieces = ("all", "warm", "document-003", "document-004", "vllm-prefill", "cross-check")
+        pieces = ("all", "warm", "document-003", "document-004", "vllm-prefill", "cross-check", "options", "families")
         subprocess.run([root / "benchmarks/h200/measure.sh", *pieces], cwd=root, env=environment, check=True)
         check_lines((tmp_path / "plan").read_text().splitlines(), root)
 
