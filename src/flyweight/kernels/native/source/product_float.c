@@ -55,12 +55,13 @@ ALWAYS_INLINE void write_out(const uint8_t *at, floats8 to[8], floats8 zero, con
     }
 }
 
-// One row of x has four sums for every output, because one would wait for itself.
+// One row of x has four sums for every output, because one would wait for itself; so would four
+// rows of one sum where two instructions begin in each cycle (MANY_ROWS_SUMS).
 ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begin,
         float out[][WIDTH], const int rows,
                         const int format, const int wide, const int zeros) {
     const int integers = format == INT4 || format == INT8;
-    const int sums = rows == 1 ? 4 : rows == 2 ? 2 : 1;
+    const int sums = rows == 1 ? 4 : rows == 2 ? 2 : MANY_ROWS_SUMS;
     const int header = integers ? (wide ? 32 : 16) + (zeros ? 16 : 0) : 0;
     const int step = bytes_of_eight(format);
     const uint8_t *start = w->data + block * w->block_bytes;
@@ -71,7 +72,7 @@ ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begi
     for (int g = 0; g < w->groups; g++) {
         floats8 scales = floats_splat(1);
         floats8 zero = floats_splat(0);
-        floats8 sum[4];
+        floats8 sum[4 * MANY_ROWS_SUMS];
         floats8 eight[8];
         if (integers) {
             scales = wide ? floats_load((const float *)at) : halves_load(at);

@@ -5,6 +5,11 @@
 
 #define HALF_PRODUCTS 0
 #define DOT_SUMS 4
+#ifdef __AVX512VL__
+#define MANY_ROWS_SUMS 2 // it has 32 registers
+#else
+#define MANY_ROWS_SUMS 1
+#endif
 
 typedef __m256 floats8;
 typedef __m256i ints8;
