@@ -49,7 +49,11 @@ read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
 read -ra sizes <<<"${SIZES:-7b 1.5b 0.5b}"  # of document 004, in this order
 sampled=options/sampled.jsonl drawn=(--sampling temperature=0.7,top_p=0.9 --no-check)
 speeds=(gemma-3-12b:int4 gpt-oss-20b:mxfp4 qwen3-next-80b-a3b:int4 glm-4.5-air:int4 deepseek-v2-lite:bf16)
+batches=(--workload decode_bound --workload high_concurrency)
+contexts=(--workload long_4k_x32 --workload long_16k_x8 --workload long_64k)
+arrive=(--time-scale 4.93 --requests 200)
 if [ -n "${TRY:-}" ]; then
+  batches=(--workload interactive) contexts=(--workload interactive) arrive=(--requests 2)
   q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny long=preset:tiny speeds=(tiny:int4)
   first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8 older=1,8
   latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) fewer=("${lengths[@]}")
@@ -121,17 +125,16 @@ piece() {
       --option vptq_books=int8 --option head=$head --workload decode_bound --repeats 3 --no-check --backend native; done ;;
     trace) # arrivals as in docs/serve.md; TRACE is the file
       ln -sf "$arrivals" trace.csv
-      flyweight trace 60 options/serve-trace.jsonl bench serve $q8:int4 --trace trace.csv --time-scale 4.93 --requests 200 --warm-up 2 \
+      flyweight trace 60 options/serve-trace.jsonl bench serve $q8:int4 --trace trace.csv "${arrive[@]}" --warm-up 2 \
         --no-check --no-samples ;;
     sampled)
-      flyweight sampled-latency 30 $sampled bench latency $q8:int4 "${drawn[@]}" --workload decode_bound --workload high_concurrency \
+      flyweight sampled-latency 30 $sampled bench latency $q8:int4 "${drawn[@]}" "${batches[@]}" \
         --repeats 2 --backend native
       flyweight sampled-serve 30 $sampled bench serve $q8:int4 "${drawn[@]}" --rate 8 --requests 48 --input 256 --output 128 --warm-up 2 \
         --no-samples
       flyweight sampled-throughput 30 $sampled bench throughput $q8:int4 "${drawn[@]}" --prompts 100 --repeats 1 --backend native ;;
     long) for scheme in int4 w8a8 bf16; do for kind in model fp8 int8; do flyweight long-$scheme-$kind 60 options/long-contexts.jsonl \
-      bench latency $long:$scheme --kv-dtype $kind --workload long_4k_x32 --workload long_16k_x8 --workload long_64k \
-      --repeats 1 --no-check --backend native; done; done ;;
+      bench latency $long:$scheme --kv-dtype $kind "${contexts[@]}" --repeats 1 --no-check --backend native; done; done ;;
     families) take families/speed.jsonl; add families 300 "$root/benchmarks/families.py" speed "${speeds[@]}" --out families/speed.jsonl ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
