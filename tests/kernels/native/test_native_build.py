@@ -22,8 +22,8 @@ needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason=f"{lib
 
 def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     program = folder / "check"
-    names = ("team", "input", "pack", "product", "product_integer", "product_half", "product_float")
-    names = (*names, "product_blocks")
+    kinds = ("integer", "half", "float", "blocks", "panel")
+    names = ("team", "input", "pack", "product", *(f"product_{kind}" for kind in kinds))
     sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
     options = [
         "-std=gnu11",

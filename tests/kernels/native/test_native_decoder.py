@@ -185,6 +185,17 @@ def test_a_head_in_8_bits_is_near_the_one_of_the_file(tied: bool):
     assert largest_difference(config, "fp32", exact=True, head_bits=8) < 0.03
 
 
+def test_gate_and_up_may_take_x_differently():
+    weights = PresetWeights(LLAMA, "int4")
+    exact, mixed = (read_parts(weights, exact=True) for _ in range(2))
+    pairs = zip(mixed.layers, read_parts(weights).layers, strict=True)
+    layers = [replace(layer, gate=rounded.gate) for layer, rounded in pairs]
+    mixed = replace(mixed, layers=layers)
+    batch = make_batch([(0, 37)])
+    logits = [NativeDecoder(parts).forward(batch, caches(LLAMA)) for parts in (exact, mixed)]
+    assert 0 < (logits[0] - logits[1]).norm() / logits[0].norm() < 0.03
+
+
 def test_logits_of_every_token_can_be_asked_for_and_of_none():
     weights = PresetWeights(LLAMA, "fp32")
     torch_decoder = Decoder.load(weights, device="cpu", dtype=torch.float32)

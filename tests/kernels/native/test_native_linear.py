@@ -180,6 +180,14 @@ def test_outputs_need_not_fill_a_block(outputs: int, inputs: int):
     assert relative(NativeLinear(tensor, exact=True)(x), tensor.matmul_reference(x)) < FLOAT32_ERROR
 
 
+@pytest.mark.parametrize("rows", [16, 21, 45])
+def test_many_rows_of_long_rows_of_weights(rows: int):
+    """More columns than a panel takes at once, a last panel and a last tile that are not full."""
+    tensor = Plain.random((43, 2309), dtype=torch.float16)
+    x = torch.randn(rows, 2309)
+    assert relative(NativeLinear(tensor, exact=True)(x), tensor.matmul_reference(x)) < FLOAT32_ERROR
+
+
 def test_bias_is_added():
     tensor = groups(4, 64, False)
     bias = torch.randn(40)

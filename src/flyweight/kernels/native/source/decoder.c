@@ -59,7 +59,7 @@ static void prepare(const Walk *walk, Product *products, int count, const float 
         prepare_rows(walk, products, count, x, norm, normed, 0, rows);
         return;
     }
-    int step = rows < 2 * QUAD ? 1 : QUAD; // rows of a quad lie in the same cache lines
+    int step = rows_together(rows);
     for (int row; (row = team_claim(walk->team, step)) < rows;)
         prepare_rows(walk, products, count, x, norm, normed, row,
                 row + step < rows ? row + step : rows);

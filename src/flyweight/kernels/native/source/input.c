@@ -18,10 +18,11 @@ static int needs_copy(const Matrix *w) {
 
 size_t input_bytes(const Matrix *w, int rows) {
     size_t values = needs_copy(w) ? ALIGNED(4 * (size_t)rows * w->columns) : 0;
+    size_t tiles = ALIGNED(4 * (size_t)tiles_of(w, rows) * PANEL_ROWS * w->columns);
     size_t codes = takes_integers(w) ? ALIGNED((size_t)rows * w->columns) : 0;
     if (takes_halves(w)) codes = ALIGNED(2 * (size_t)rows * w->columns) + ALIGNED(4 * (size_t)rows);
     size_t scales = takes_integers(w) ? 2 * ALIGNED(4 * (size_t)rows * input_groups(w)) : 0;
-    return values + codes + scales + ALIGNED(4 * (size_t)rows);
+    return values + tiles + codes + scales + ALIGNED(4 * (size_t)rows);
 }
 
 void input_place(const Matrix *w, Input *input, const float *x, int rows, int stride,
@@ -34,6 +35,7 @@ void input_place(const Matrix *w, Input *input, const float *x, int rows, int st
         input->stride = w->columns;
         at += ALIGNED(4 * (size_t)rows * w->columns);
     }
+    if (tiles_of(w, rows)) input->tiles = (float *)at;
     if (takes_integers(w)) {
         input->codes = (int8_t *)at;
         at += ALIGNED((size_t)rows * w->columns);
@@ -205,6 +207,20 @@ static void round_row(const Matrix *w, float *x) {
                 128));
 }
 
+// Rows begin to end into their tiles, and zeros behind the last row.
+static void fill_tiles(const Matrix *w, Input *input, const float *x, int stride, int begin,
+        int end) {
+    int filled = end < input->rows ? end : tiles_of(w, end) * PANEL_ROWS;
+    for (int row = begin, last; row < filled; row = last) {
+        last = row / PANEL_ROWS * PANEL_ROWS + PANEL_ROWS;
+        last = last < filled ? last : filled;
+        float *to = input->tiles + (size_t)(row / PANEL_ROWS) * PANEL_ROWS * w->columns;
+        for (int k = 0; k < w->columns; k++, to += PANEL_ROWS)
+            for (int m = row; m < last; m++)
+                to[m % PANEL_ROWS] = m < end ? x[(size_t)m * stride + k] : 0;
+    }
+}
+
 void input_fill(const Matrix *w, Input *input, const float *x, int stride, int begin, int end) {
     for (int row = begin; row < end; row++) {
         const float *values = x + (size_t)row * stride;
@@ -221,4 +237,7 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
                 (uint16_t *)input->codes + (size_t)row * w->columns, input->scales + row);
         if (takes_integers(w)) quantize_row(w, input, values, row);
     }
+    if (!tiles_of(w, input->rows)) return;
+    if (needs_copy(w)) fill_tiles(w, input, input->values, w->columns, begin, end);
+    else fill_tiles(w, input, x, stride, begin, end);
 }

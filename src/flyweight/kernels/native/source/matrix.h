@@ -85,10 +85,15 @@ typedef struct {
 //   quad = columns 0–3 of row 0 | of row 1 | of row 2 | of row 3 | columns 4–7 of row 0 | …
 //
 // and their scales and sums likewise: group 0 of rows 0 to 3 | group 1 of rows 0 to 3 | …
+//
+// Floats of many rows (`tiles_of`) lie in tiles as well, the last filled up with zeros:
+//
+//   tile = column 0 of PANEL_ROWS rows | column 1 of PANEL_ROWS rows | …
 typedef struct {
     int32_t rows;
     const float *values;  // [rows][stride]
     int32_t stride;
+    float *tiles;         // [tiles][columns][PANEL_ROWS]
     int8_t *codes;        // [rows][columns]; of FLOAT16_ROW, numbers of 16 bits
     float *scales;        // [rows][input groups]; of FLOAT16_ROW, [rows]
     // [rows][input groups]: of the codes; without zero points, what integer sums begin at
@@ -121,6 +126,21 @@ static inline int tiled_rows(const Matrix *w, int rows) {
 
 static inline int takes_halves(const Matrix *w) {
     return w->activation == FLOAT16_ROW;
+}
+
+// Rows from which on writing weights out as floats, or as bytes, once costs less than doing so for
+// each few rows.
+#define MANY 16
+
+// Tiles of x that go through product_panel.c; 0: x is taken as it is.
+static inline int tiles_of(const Matrix *w, int rows) {
+    int fits = rows >= MANY && !takes_integers(w) && !takes_halves(w);
+    return fits ? (rows + PANEL_ROWS - 1) / PANEL_ROWS : 0;
+}
+
+// Rows that one thread should fill: those of a quad or of a tile lie in the same cache lines.
+static inline int rows_together(int rows) {
+    return rows < MANY ? (rows < 2 * QUAD ? 1 : QUAD) : PANEL_ROWS > QUAD ? PANEL_ROWS : QUAD;
 }
 
 // What the numbers of a format have to be multiplied with once they are read.
@@ -168,6 +188,17 @@ void blocks_product(const Matrix *w, const Input *input, int block, int begin, i
 void half_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]);
 
+// Floats of `panel_memory` that a thread needs for some tiles; without memory it takes one tile at a
+// time and LEAST_PANEL floats.
+size_t panel_floats(const Matrix *w, int tiles);
+#define MOST_CHUNK 1024 // of such a panel the second cache holds 128 KB
+#define LEAST_CHUNK 64
+#define LEAST_PANEL ((LEAST_CHUNK + PANEL_ROWS) * PANEL)
+
+// The products of up to PANEL_BLOCKS blocks and some tiles, [tiles][PANEL_ROWS][PANEL], in `memory`.
+const float *panel_product(const Matrix *w, const Input *input, int block, int blocks, int tile,
+        int tiles, float *memory, int chunk);
+
 // Whether this processor has half_product.
 int half_products(void);
 
@@ -196,8 +227,8 @@ void project(Team *team, int thread, const Product *products, int count);
 // target.
 void project_gated(Team *team, int thread, const Product *gate_and_up);
 
-// One block as floats [columns][8], columns in the matrix's order.
-void block_to_floats(const Matrix *w, int block, float *to);
+// Columns begin to end of one block as floats, eight of each column, `stride` apart.
+void block_to_floats(const Matrix *w, int block, int begin, int end, float *to, int stride);
 
 // Eight columns of a block of BLOCKS as floats.
 void blocks_written_out(const Matrix *w, int block, int column, floats8 to[8]);

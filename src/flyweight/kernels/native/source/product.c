@@ -8,9 +8,6 @@
 
 #define ROWS_AT_ONCE 4 // of rows that do not make a whole tile
 #define MOST_ROWS (TALL > ROWS_AT_ONCE ? TALL : ROWS_AT_ONCE)
-// Rows from which on writing a block out as floats, or as bytes, once costs less than doing so for
-// each few rows.
-#define MANY 16
 #define MANY_TILED (3 * TALL)
 #define PIECES 8 // that a thread's share of a phase is taken in
 #define CACHED (24 << 10) // bytes of weights, of the first cache's 32 KB or more
@@ -27,8 +24,9 @@ static void block_product(const Matrix *w, const Input *input, int block, int be
 
 // So many pieces of work that a thread whose core is busy with something else leaves most to the
 // others.
-static int blocks_at_once(const Team *team, int blocks) {
+static int blocks_at_once(const Team *team, int blocks, const Product *products) {
     int share = blocks / (PIECES * team->threads);
+    if (products->input.tiles) share = (share + PANEL_BLOCKS - 1) / PANEL_BLOCKS * PANEL_BLOCKS;
     return share < 1 ? 1 : share;
 }
 
@@ -50,7 +48,7 @@ ALWAYS_INLINE void put_eight(float *to, floats8 values, int count, const int mod
 // outputs is a constant in all blocks but the last: a copy of a size that is known takes two
 // instructions, another one a call.
 ALWAYS_INLINE void put_rows(const Product *product, const Matrix *w, int block, int begin,
-        int rows, float out[][WIDTH], const int mode) {
+        int rows, const float *out, int out_stride, const int mode) {
     int stride = product->target.stride;
     float *to = product->target.out + (size_t)begin * stride + (size_t)block * WIDTH;
     float factor = product_factor(w);
@@ -58,29 +56,23 @@ ALWAYS_INLINE void put_rows(const Product *product, const Matrix *w, int block, 
     int left = w->outputs - block * WIDTH;
     for (int m = 0; m < rows; m++, to += stride) {
         floats8 more = floats_add(bias, floats_splat(product->input.offsets[begin + m]));
-        floats8 values = floats_fma_scalar(more, floats_load(out[m]), factor);
+        floats8 values = floats_fma_scalar(more, floats_load(out + (size_t)m * out_stride), factor);
         if (left >= WIDTH) put_eight(to, values, WIDTH, mode);
         else put_eight(to, values, left, mode);
     }
 }
 
 static void put(const Product *product, const Matrix *w, int block, int begin, int rows,
-        float out[][WIDTH]) {
+        const float *out, int stride) {
     switch (product->target.mode) {
-    case REPLACE: put_rows(product, w, block, begin, rows, out, REPLACE); return;
-    case ADD: put_rows(product, w, block, begin, rows, out, ADD); return;
-    case SILU: put_rows(product, w, block, begin, rows, out, SILU); return;
-    default: put_rows(product, w, block, begin, rows, out, GELU);
+    case REPLACE: put_rows(product, w, block, begin, rows, out, stride, REPLACE); return;
+    case ADD: put_rows(product, w, block, begin, rows, out, stride, ADD); return;
+    case SILU: put_rows(product, w, block, begin, rows, out, stride, SILU); return;
+    default: put_rows(product, w, block, begin, rows, out, stride, GELU);
     }
 }
 
 // -- blocks written out for many rows -------------------------------------------------------------
-
-static int is_widened(const Product *product) {
-    const Matrix *w = product->w;
-    return product->input.rows >= MANY && !takes_integers(w) && !takes_halves(w)
-            && w->format != FLOAT32;
-}
 
 static int is_unpacked(const Product *product) {
     const Matrix *w = product->w;
@@ -100,9 +92,7 @@ static void *own_memory(size_t needed) {
 }
 
 static size_t written_bytes(const Product *product) {
-    const Matrix *w = product->w;
-    if (is_widened(product)) return (size_t)w->columns * WIDTH * sizeof(float);
-    return is_unpacked(product) ? block_codes_bytes(w) : 0;
+    return is_unpacked(product) ? block_codes_bytes(product->w) : 0;
 }
 
 // Blocks first to last as a weight of their own, in `memory`.
@@ -110,20 +100,9 @@ static Matrix write_out(const Product *product, int first, int last, uint8_t *me
     Matrix made = *product->w;
     size_t bytes = written_bytes(product);
     if (!bytes || !memory) return made;
-    for (int block = first; block < last; block++) {
-        uint8_t *to = memory + (block - first) * bytes;
-        if (is_widened(product)) block_to_floats(product->w, block, (float *)to);
-        else block_to_codes(product->w, block, to);
-    }
-    if (is_widened(product)) {
-        made.format = FLOAT32;
-        made.group = made.columns;
-        made.groups = 1;
-        made.scales = NULL;
-        made.factor = 1 / input_factor(product->w);
-    } else {
-        made.format = CODES;
-    }
+    for (int block = first; block < last; block++)
+        block_to_codes(product->w, block, memory + (block - first) * bytes);
+    made.format = CODES;
     made.block_bytes = (int64_t)bytes;
     made.data = memory - first * (int64_t)bytes;
     return made;
@@ -149,7 +128,7 @@ static void project_rows(const Product *product, const Matrix *w, int row, int r
         for (int m = 0; m < rows; m++) // it is far away when there are many rows
             __builtin_prefetch(to + (size_t)m * product->target.stride + block * WIDTH, 1);
         block_product(w, &product->input, block, row, rows, out);
-        put(product, w, block, row, rows, out);
+        put(product, w, block, row, rows, *out, WIDTH);
     }
 }
 
@@ -165,8 +144,45 @@ static void project_some(const Product *product, const Matrix *made, int row, in
     }
 }
 
+// All rows of x, in tiles, and a panel of blocks. Without memory the panel is written out again for
+// each tile, a few columns at a time.
+static void project_panel(const Product *product, int block, int blocks) {
+    Matrix written = *product->w; // as floats, whose scales and factors are multiplied in
+    written.format = FLOAT32;
+    written.factor = 1 / input_factor(product->w);
+    int rows = product->input.rows;
+    int tiles = tiles_of(product->w, rows);
+    float *memory = own_memory(panel_floats(product->w, tiles) * sizeof(float));
+    _Alignas(64) float least[LEAST_PANEL];
+    int at_once = memory ? tiles : 1;
+    for (int tile = 0; tile < tiles; tile += at_once) {
+        const float *out = panel_product(product->w, &product->input, block, blocks, tile, at_once,
+                memory ? memory : least, memory ? MOST_CHUNK : LEAST_CHUNK);
+        int begin = tile * PANEL_ROWS;
+        int some = rows - begin < at_once * PANEL_ROWS ? rows - begin : at_once * PANEL_ROWS;
+        for (int i = 0; i < blocks; i++)
+            put(product, &written, block + i, begin, some, out + i * WIDTH, PANEL);
+    }
+}
+
+static void project_panels(const Product *products, int count, int first, int last) {
+    for (int block = first; block < last; block += PANEL_BLOCKS)
+        for (int i = 0; i < count; i++)
+            project_panel(products + i, block,
+                    last - block < PANEL_BLOCKS ? last - block : PANEL_BLOCKS);
+}
+
 // All rows of x and blocks first to last of one product, or of a gate and what it multiplies.
 static void project_blocks(const Product *products, int count, int first, int last) {
+    if (count == 2 && !products[0].input.tiles != !products[1].input.tiles) {
+        project_blocks(products, 1, first, last);
+        project_blocks(products + 1, 1, first, last);
+        return;
+    }
+    if (products->input.tiles) {
+        project_panels(products, count, first, last);
+        return;
+    }
     int together = blocks_in_cache(products, count);
     int rows = products->input.rows;
     size_t bytes = 0;
@@ -202,14 +218,14 @@ void project(Team *team, int thread, const Product *products, int count) {
     int blocks = 0;
     int first, last;
     for (int i = 0; i < count; i++) blocks += matrix_blocks(products[i].w);
-    Sharing sharing = team_share(team, thread, blocks, blocks_at_once(team, blocks));
+    Sharing sharing = team_share(team, thread, blocks, blocks_at_once(team, blocks, products));
     while (share_take(&sharing, &first, &last)) project_parts(products, count, first, last);
 }
 
 void project_gated(Team *team, int thread, const Product *gate_and_up) {
     int blocks = matrix_blocks(gate_and_up->w);
     int first, last;
-    Sharing sharing = team_share(team, thread, blocks, blocks_at_once(team, blocks));
+    Sharing sharing = team_share(team, thread, blocks, blocks_at_once(team, blocks, gate_and_up));
     while (share_take(&sharing, &first, &last)) project_blocks(gate_and_up, 2, first, last);
 }
 
@@ -222,8 +238,11 @@ typedef struct {
 static void fill_and_project(void *argument, Team *team, int thread) {
     Call *call = argument;
     const Matrix *w = call->product.w;
-    for (int row; (row = team_claim(team, 1)) < call->product.input.rows;)
-        input_fill(w, &call->product.input, call->x, w->inputs, row, row + 1);
+    int rows = call->product.input.rows;
+    int step = rows_together(rows);
+    for (int row; (row = team_claim(team, step)) < rows;)
+        input_fill(w, &call->product.input, call->x, w->inputs, row,
+                row + step < rows ? row + step : rows);
     team_barrier(team);
     project(team, thread, &call->product, 1);
 }

@@ -162,13 +162,17 @@ static const uint8_t *group_header(const Matrix *w, int block, int g) {
             : w->block_bytes / w->groups * g);
 }
 
-void block_to_floats(const Matrix *w, int block, float *to) {
-    for (int g = 0; g < w->groups; g++)
-        for (int k = 0; k < w->group; k += 8) {
+void block_to_floats(const Matrix *w, int block, int begin, int end, float *to, int stride) {
+    for (int column = begin, last; column < end; column = last) {
+        int g = column / w->group;
+        const uint8_t *header = group_header(w, block, g);
+        last = (g + 1) * w->group < end ? (g + 1) * w->group : end;
+        for (int k = column; k < last; k += 8) {
             floats8 eight[8];
-            written_out(w, block, g, k, group_header(w, block, g), eight);
-            for (int j = 0; j < 8; j++, to += WIDTH) floats_store(to, eight[j]);
+            written_out(w, block, g, k - g * w->group, header, eight);
+            for (int j = 0; j < 8; j++, to += stride) floats_store(to, eight[j]);
         }
+    }
 }
 
 void matrix_row(const Matrix *w, int row, float *out) {

@@ -14,6 +14,9 @@
 //   part_codes(sum, codes, x, …)      like part_bytes, but codes are unsigned and below 128
 //   nibbles_to_floats, bytes_to_floats   codes written out, unsigned: 8 inputs of 8 outputs
 //
+//   PANEL_BLOCKS, PANEL_ROWS          how many sums the registers hold (product_panel.c)
+//   floats_wide, wide_load, …         the widest vectors for them, of WIDE floats
+//
 // A dot product of 16 inputs is four instructions, one after each four inputs. They go to `sums`
 // vectors in turn, because an instruction that adds to what the one before it has made would wait
 // for it: sum[m · sums + i] is of row m of x.
@@ -50,6 +53,15 @@
 #include "vectors_avx2.h"
 #else
 #include "vectors_plain.h"
+#endif
+
+#define PANEL (PANEL_BLOCKS * WIDTH)
+#if !defined(WIDE)
+#define WIDE WIDTH
+typedef floats8 floats_wide;
+#define wide_load floats_load
+#define wide_store floats_store
+#define wide_fma_scalar floats_fma_scalar
 #endif
 
 #if !defined(PARTS)

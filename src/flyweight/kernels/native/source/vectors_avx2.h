@@ -185,6 +185,28 @@ ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, 
     }
 }
 
+#if defined(__AVX512VL__)
+#define PANEL_BLOCKS 4
+#define PANEL_ROWS 8
+#define WIDE 16
+typedef __m512 floats_wide;
+
+ALWAYS_INLINE floats_wide wide_load(const float *from) {
+    return _mm512_loadu_ps(from);
+}
+
+ALWAYS_INLINE void wide_store(float *to, floats_wide a) {
+    _mm512_storeu_ps(to, a);
+}
+
+ALWAYS_INLINE floats_wide wide_fma_scalar(floats_wide sum, floats_wide a, float b) {
+    return _mm512_fmadd_ps(a, _mm512_set1_ps(b), sum);
+}
+#else
+#define PANEL_BLOCKS 2
+#define PANEL_ROWS 4
+#endif
+
 // -- tiles of four or eight rows and eight outputs ------------------------------------------------
 
 #if defined(__AVX512VL__)

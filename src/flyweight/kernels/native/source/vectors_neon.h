@@ -11,6 +11,8 @@
 #define BYTE_BIAS 0
 #define DOT_SUMS 1 // a dot product can add to the one before it without waiting
 #define MANY_ROWS_SUMS 1
+#define PANEL_BLOCKS 1
+#define PANEL_ROWS 8
 
 // Converting float16 takes two slow instructions where a shift and a mask give the same number
 // times 2^-112 (float8: 2^-120). x is made larger by INPUT_FACTOR, so that products of such small

@@ -7,6 +7,8 @@
 #define HALF_PRODUCTS 0
 #define DOT_SUMS 1
 #define MANY_ROWS_SUMS 1
+#define PANEL_BLOCKS 1
+#define PANEL_ROWS 4
 #define EACH for (int i = 0; i < 8; i++)
 
 // Of numbers that come divided by it, and of x beside them; codes come as they are (see

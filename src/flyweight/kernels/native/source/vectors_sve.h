@@ -16,6 +16,8 @@
 #define BYTE_BIAS 0
 #define DOT_SUMS 1
 #define MANY_ROWS_SUMS 1
+#define PANEL_BLOCKS 2
+#define PANEL_ROWS 8
 
 // Of numbers that come divided by it, and of x beside them; codes come as they are (see
 // vectors_neon.h).
