@@ -36,7 +36,7 @@ from flyweight.checkpoint.gguf_shard import (
     is_read,
 )
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
-from flyweight.checkpoint.reader import is_finite
+from flyweight.checkpoint.shard import is_finite
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
 from flyweight.errors import (
     CheckpointError,
