@@ -181,7 +181,7 @@ def rounded_before(model: str) -> str | None:
     if model.startswith("preset:"):
         return None
     from flyweight.checkpoint.folder import read_json
-    from flyweight.checkpoint.gguf import SOURCE
+    from flyweight.checkpoint.gguf_config import SOURCE
     from flyweight.checkpoint.hub import resolve
 
     try:
