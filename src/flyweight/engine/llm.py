@@ -252,7 +252,7 @@ class LLM:
             context=self.engine.max_model_len,
             may_grow=self.engine.may_grow,
         )
-        self.engine.independent_tokens = (
+        self.engine.answers.independent_tokens = (
             self.tokenizer is not None and self.tokenizer.bytes is not None
         )
         self.engine.scheduler.long_prompts = long_prompts(config)
