@@ -63,7 +63,7 @@ def answers_of(
     """Each prompt with what the model says next; not `whole`: up to where its answer ends. Nobody
     reads it as text.
     """
-    llm.engine.decode = None
+    llm.engine.answers.decode = None
     outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=whole)
     return [
         Answered(prompt, output.completions[0].token_ids)
@@ -158,10 +158,10 @@ def asked_by_the_model(llm: LLM, count: int, tokens: int = 96) -> Iterator[list[
     """
     assert llm.tokenizer is not None
     begin = beginning_of_a_turn(llm)
-    decode = llm.engine.decode
-    llm.engine.decode = None
+    decode = llm.engine.answers.decode
+    llm.engine.answers.decode = None
     outputs = llm.generate([begin] * count, max_tokens=tokens, temperature=1.0, top_p=0.95)
-    llm.engine.decode = decode
+    llm.engine.answers.decode = decode
     for output in outputs:
         said = output.completions[0]
         text = llm.tokenizer.decode(said.token_ids).strip()

@@ -43,10 +43,10 @@ import torch
 from drafter_answers import questions_of
 
 from flyweight.bench.environment import commit
+from flyweight.engine.flight import Flight
 from flyweight.engine.llm import LLM
 from flyweight.engine.prompts import Prompt
 from flyweight.engine.request import Output
-from flyweight.engine.runner import Flight
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.head import HeadDrafter
 from flyweight.engine.speculation.lookup import LookupFirst

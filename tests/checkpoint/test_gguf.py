@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flyweight.checkpoint import Checkpoint
-from flyweight.checkpoint.gguf import GGUF, convert
+from flyweight.checkpoint.gguf import GGUF
+from flyweight.checkpoint.gguf_import import convert
 from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError
 
 TOKENS = torch.arange(2, 40)[None]

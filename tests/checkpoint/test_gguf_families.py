@@ -364,7 +364,7 @@ def test_blocks_that_reach_across_value_heads_become_floats(tmp_path):
 
 
 def test_long_rope_comes_from_the_factors_in_the_file(tmp_path):
-    from flyweight.checkpoint.gguf import make_config
+    from flyweight.checkpoint.gguf_config import make_config
 
     model = tiny_model("phi3", tied=False, pad_token_id=0)
     fields = dict(phi3__rope__scaling__original_context_length=32)

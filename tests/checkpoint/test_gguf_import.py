@@ -12,8 +12,8 @@ import torch
 from gguf_files import tiny_model, write_gguf
 from safetensors import SafetensorError
 
-from flyweight.checkpoint import Checkpoint, gguf, writer
-from flyweight.checkpoint.gguf import convert
+from flyweight.checkpoint import Checkpoint, gguf_import, writer
+from flyweight.checkpoint.gguf_import import convert
 from flyweight.errors import ResourceError
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
@@ -41,7 +41,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(file, tmp_path, umask, mas
 
 
 def test_a_disk_without_room_is_told_before_the_work(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    monkeypatch.setattr(gguf_import.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
     with pytest.raises(ResourceError) as error:
         convert(file, tmp_path / "cache" / "out")
     assert "model.gguf takes 0 MB as a folder, but only 0 MB are free" in str(error.value)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flyweight.checkpoint import Checkpoint, gguf_tokenizer
-from flyweight.checkpoint.gguf import convert
+from flyweight.checkpoint.gguf_import import convert
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
 from flyweight.errors import CheckpointError, UnsupportedError
 

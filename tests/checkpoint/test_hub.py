@@ -55,11 +55,11 @@ def package(tmp_path, gguf_file, monkeypatch):
 @pytest.fixture
 def conversions(monkeypatch):
     """Counts the folders that are really made."""
-    from flyweight.checkpoint import gguf
+    from flyweight.checkpoint import gguf_import
 
-    done, keep = [], gguf.keep
+    done, keep = [], gguf_import.keep
     monkeypatch.setattr(
-        gguf, "keep", lambda *args, **options: (done.append(args), keep(*args, **options))[1]
+        gguf_import, "keep", lambda *args, **options: (done.append(args), keep(*args, **options))[1]
     )
     return done
 

@@ -656,7 +656,7 @@ def test_the_text_of_accepted_guesses_is_made_behind_the_next_launch():
     """The device must not wait for detokenizers and listeners: only for tokens."""
     text = alone(PROMPTS[0], params(max_tokens=24))
     engine = speculating(Oracle([PROMPTS[0] + text]), count=3, overlap=True)
-    engine.decode = lambda tokens: "".join(chr(33 + token) for token in tokens)
+    engine.answers.decode = lambda tokens: "".join(chr(33 + token) for token in tokens)
     happened: list[str] = []
     launch = engine.runner.launch
 
@@ -675,7 +675,7 @@ def test_the_text_of_accepted_guesses_is_made_behind_the_next_launch():
     while engine.busy:
         engine.step()
     assert [token for chunk in heard for token in chunk.token_ids] == text
-    assert "".join(chunk.text for chunk in heard) == request.text == engine.decode(text)
-    assert heard[-1].finish_reason == "length" and not engine.untold
+    assert "".join(chunk.text for chunk in heard) == request.text == engine.answers.decode(text)
+    assert heard[-1].finish_reason == "length" and not engine.answers.untold
     assert request.accepted > 10
     assert happened[:3] == ["launch", "launch", "told"], "what the first step gave is told while the second runs"

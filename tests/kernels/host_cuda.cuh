@@ -7,9 +7,6 @@
 #ifndef COMMON
 #define COMMON
 #include <algorithm>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 #include <ucontext.h>
 #include <cmath>
 #include <cstdint>
@@ -212,8 +209,11 @@ template <class K> static int run_grid(K kernel, int x, int y, int block, void**
 
 // ---- 16-bit and 8-bit floats ----
 #ifdef __x86_64__
-DEVICE float from_half(u16 v) { return _cvtsh_ss(v); }
-DEVICE u16 to_half(float f) { return _cvtss_sh(f, 0); }
+// by the compiler's own names: the header of the others takes longer to read than most kernels to compile
+typedef short Half8 __attribute__((vector_size(16)));
+typedef float Float4 __attribute__((vector_size(16)));
+DEVICE float from_half(u16 v) { return __builtin_ia32_vcvtph2ps(Half8{(short)v})[0]; }
+DEVICE u16 to_half(float f) { return __builtin_ia32_vcvtps2ph(Float4{f}, 0)[0]; }
 #else
 DEVICE float from_half(u16 v) { __fp16 h; memcpy(&h, &v, 2); return h; }
 DEVICE u16 to_half(float f) { const __fp16 h = f; u16 v; memcpy(&v, &h, 2); return v; }

@@ -144,7 +144,10 @@ def test_an_engine_that_cannot_start_says_why(tiny_folder, monkeypatch):
         {"max_model_len": 5000, "device": "cpu"},
     )
     assert said == [
-        CannotStart("max_model_len 5000 is more than the 4096 tokens this model is made for")
+        CannotStart(
+            "max_model_len 5000 is more than the 4096 tokens that this model is made for: give at "
+            "most so many, or leave it out"
+        )
     ]
 
 

@@ -119,7 +119,7 @@ class Transformers:
     def _from_folder(self, folder: Path, dtype: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
-        from flyweight.checkpoint.reader import read_json
+        from flyweight.checkpoint.folder import read_json
 
         try:
             return AutoModelForCausalLM.from_pretrained(

@@ -173,8 +173,9 @@ def _shape_facts(config: Any, *, model: str, scheme: str) -> ModelFacts:
 
 
 def checkpoint_facts(name: str) -> ModelFacts:
+    from flyweight.checkpoint.folder import read_json
     from flyweight.checkpoint.hub import resolve
-    from flyweight.checkpoint.reader import Checkpoint, read_json
+    from flyweight.checkpoint.reader import Checkpoint
     from flyweight.checkpoint.summary import summarize
     from flyweight.engine.capacity import read_per_token
     from flyweight.models.config import ModelConfig

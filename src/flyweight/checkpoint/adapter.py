@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyweight.checkpoint.reader import is_finite, open_shard, read_header, read_json
+from flyweight.checkpoint.folder import read_json
+from flyweight.checkpoint.shard import is_finite, open_shard, read_header
 from flyweight.errors import CheckpointError, UnsupportedError
 
 CONFIG = "adapter_config.json"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from flyweight.checkpoint.convert import Converted
-from flyweight.checkpoint.gguf import llama3_factors
 from flyweight.checkpoint.gguf_blocks import TYPES
+from flyweight.checkpoint.gguf_config import llama3_factors
 from flyweight.checkpoint.gguf_encode import ENCODERS, encode_stored
 from flyweight.checkpoint.gguf_families import FAMILIES, HEAD_NORMS, OUTER, PLAIN
 from flyweight.checkpoint.gguf_shard import ROPE_FACTORS, heads_turned

@@ -17,7 +17,6 @@ from torch import Tensor
 from flyweight.checkpoint.gguf_blocks import FLOATS, TYPES, read_blocks
 from flyweight.checkpoint.gguf_families import (
     BY_TYPE,
-    LONG_ROPE,
     OUTER,
     GgufFamily,
     restored,
@@ -26,6 +25,7 @@ from flyweight.checkpoint.gguf_families import (
 from flyweight.checkpoint.gguf_header import Stored, block_size, read_table
 from flyweight.checkpoint.gguf_heads import COLUMNS, ValueHeads
 from flyweight.checkpoint.gguf_made import F16, take_made
+from flyweight.checkpoint.gguf_settings import LONG_ROPE
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import IntBlock, IntGroup, QuantTensor
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from flyweight.checkpoint.folder import read_json
 from flyweight.checkpoint.gguf_tokenizer import CONTROL, UNUSED, USER_DEFINED, WORD_PATTERNS
-from flyweight.checkpoint.reader import Checkpoint, read_json
+from flyweight.checkpoint.reader import Checkpoint
 from flyweight.errors import CheckpointError, UnsupportedError
 
 NORMAL = 1

@@ -175,7 +175,7 @@ def _kept_once(name: str, get: Callable[[Path], Path], *, move: bool = False) ->
     """
 
     def make(folder: Path, scratch: Path) -> None:
-        from flyweight.checkpoint.gguf import keep
+        from flyweight.checkpoint.gguf_import import keep
 
         os.rename(keep(get(scratch), scratch / "model", move=move), folder)
 
@@ -188,7 +188,7 @@ def _convert_once(name: str, dtype: str, get: Callable[[], Path]) -> Path:
     def make(folder: Path, scratch: Path) -> None:
         import torch
 
-        from flyweight.checkpoint.gguf import convert
+        from flyweight.checkpoint.gguf_import import convert
 
         convert(get(), folder, dtype=getattr(torch, dtype))
 

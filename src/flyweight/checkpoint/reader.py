@@ -16,29 +16,32 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flyweight.checkpoint import formats, stacked, text_part
 from flyweight.checkpoint.bare_tokenizer import Bare, read_bare
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
+from flyweight.checkpoint.folder import (
+    GGUF_SUFFIX,
+    INDEX,
+    check_regular,
+    read_index,
+    read_json,
+    weight_files,
+)
 from flyweight.checkpoint.gguf_blocks import TYPES
 from flyweight.checkpoint.gguf_shard import GgufShard
 from flyweight.checkpoint.names import GATED
+from flyweight.checkpoint.shard import Entry, is_finite, open_shard, read_header
 from flyweight.errors import CheckpointError
-from flyweight.tensors import FLOAT8, QuantTensor
+from flyweight.tensors import QuantTensor
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-GGUF_SUFFIX = ".gguf"
 GGUF_BLOCKS = frozenset(kind.name for kind in TYPES.values() if kind.read is not None)
-LARGEST_HEADER = 100_000_000  # the limit of the safetensors format
 
 # What a tensor that nothing asked for probably is; the first pattern that fits.
 LOOKS_LIKE = (
@@ -58,16 +61,6 @@ LOOKS_LIKE = (
 )
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor as the header of its shard announces it."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # of safetensors: F16, BF16, I32, …; of GGUF: Q4_0, …
-    nbytes: int
-
-
 class Checkpoint:
     """`Checkpoint(folder).tensor("model.norm.weight")`; what was never read is in `unused()`."""
 
@@ -81,7 +74,7 @@ class Checkpoint:
         self.generation_config: dict[str, Any] = read_json(optional) if optional.exists() else {}
         check_config(self.config, self.folder / "config.json")
         check_generation_config(self.generation_config, optional)
-        self.files = _weight_files(self.folder)
+        self.files = weight_files(self.folder)
         own = {
             file: GgufShard(file, self.config) for file in self.files if file.suffix == GGUF_SUFFIX
         }
@@ -289,88 +282,6 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
 
-def check_regular(folder: Path) -> None:
-    """Whoever opens a pipe or a device waits for what may never come; links to files are fine."""
-    for path in folder.iterdir():
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise CheckpointError(f"{path}: not a regular file; a model folder holds files only")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path}: not a regular file")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.parent}: no {path.name}; a model folder holds config.json, safetensors files "
-            "and a tokenizer"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: a JSON object is wanted, not a {type(data).__name__}")
-    return data
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The shards: those that the index names, or the only safetensors file."""
-    if (folder / INDEX).exists():
-        return _indexed_files(folder)
-    found = sorted(folder.glob("*.safetensors"))
-    if (folder / SINGLE) in found:
-        return [folder / SINGLE]
-    if len(found) == 1 and "-of-" not in found[0].name:
-        return found
-    if found:
-        raise CheckpointError(
-            f"{folder}: {len(found)} safetensors shards but no {INDEX}; get the whole folder again"
-        )
-    if files := sorted(folder.glob(f"*{GGUF_SUFFIX}")):
-        if lost := next((file for file in files if not file.exists()), None):
-            raise CheckpointError(
-                f"{lost}: the file that it leads to is gone; put it back, or delete {folder}"
-            )
-        return files
-    pickles = sorted(
-        path.name
-        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
-        for path in folder.glob(pattern)
-    )
-    if pickles:
-        raise CheckpointError(
-            f"{folder}: only pickle files ({pickles[0]}), which can run code when opened, so they "
-            "are never read; convert them: transformers' `save_pretrained` writes safetensors"
-        )
-    raise CheckpointError(f"{folder}: no safetensors files")
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
-        raise CheckpointError(f"{folder / INDEX}: no `weight_map` from tensor names to files")
-    return weight_map
-
-
-def _indexed_files(folder: Path) -> list[Path]:
-    weight_map = _weight_map(folder)
-    for name, file in weight_map.items():
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{folder / INDEX}: tensor {name!r} is said to be in {file!r}: only safetensors "
-                "files of the same folder are read"
-            )
-        if not (folder / file).exists():
-            raise CheckpointError(
-                f"{folder / INDEX}: shard {file} (of tensor {name!r}) is missing; get it again"
-            )
-    return [folder / file for file in sorted(set(weight_map.values()))]
-
-
 def _entries(folder: Path, files: Sequence[Path], own: dict[Path, GgufShard]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
@@ -383,7 +294,7 @@ def _entries(folder: Path, files: Sequence[Path], own: dict[Path, GgufShard]) ->
                 )
             entries[name] = entry
     if (folder / INDEX).exists():
-        for name, file_name in _weight_map(folder).items():
+        for name, file_name in read_index(folder).items():
             if name not in entries or entries[name].file.name != file_name:
                 raise CheckpointError(
                     f"{folder / INDEX}: says that tensor {name!r} is in {file_name}, but it is not"
@@ -396,62 +307,3 @@ def _gguf_entries(shard: GgufShard) -> dict[str, Entry]:
         name: Entry(shard.file, stored.shape, shard.type_name(name), stored.nbytes)
         for name, stored in shard.table.items()
     }
-
-
-def read_header(file: Path) -> dict[str, Entry]:
-    """Names, shapes and types of one shard, each checked to lie inside the file."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise CheckpointError(
-                f"{file}: truncated or not a safetensors file ({size:,} bytes); get it again"
-            )
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        entries = {
-            name: Entry(
-                file,
-                tuple(data["shape"]),
-                data["dtype"],
-                data["data_offsets"][1] - data["data_offsets"][0],
-            )
-            for name, data in header.items()
-        }
-        ends = {name: 8 + length + data["data_offsets"][1] for name, data in header.items()}
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: its header is not that of a safetensors file ({error}); get it again"
-        ) from error
-    last = max(ends, key=lambda name: ends[name], default=None)
-    if last is not None and ends[last] > size:
-        raise CheckpointError(
-            f"{file}: truncated: tensor {last!r} ends at byte {ends[last]:,}, but the file at "
-            f"{size:,}; get it again"
-        )
-    return entries
-
-
-def open_shard(file: Path) -> Any:
-    """Maps the shard; the library checks the rest of its header: shapes against lengths, overlaps,
-    gaps, types.
-    """
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: damaged safetensors file ({error}); get it again"
-        ) from error
-
-
-def is_finite(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    if tensor.dtype == FLOAT8:  # has no infinity, and one NaN per sign
-        return int((tensor.view(torch.uint8) & 0x7F).max()) != 0x7F
-    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return True
-    low, high = torch.aminmax(tensor)  # NaN wins in both; fifteen times as fast as isfinite().all()
-    return bool(low > float("-inf")) and bool(high < float("inf"))

@@ -21,7 +21,8 @@ from flyweight.checkpoint.names import (
     ROUTER_CORRECTION,
     SHARED_GATE,
 )
-from flyweight.checkpoint.reader import Checkpoint, Entry
+from flyweight.checkpoint.reader import Checkpoint
+from flyweight.checkpoint.shard import Entry
 from flyweight.tensors import (
     Float8,
     Int8Channel,

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flyweight.checkpoint.reader import INDEX, SINGLE
+from flyweight.checkpoint.folder import INDEX, SINGLE
 from flyweight.errors import OptionError, ResourceError
 
 # Everything beside the weights that belongs to a model.

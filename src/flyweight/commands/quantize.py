@@ -180,9 +180,9 @@ def rounded_before(model: str) -> str | None:
     """
     if model.startswith("preset:"):
         return None
-    from flyweight.checkpoint.gguf import SOURCE
+    from flyweight.checkpoint.folder import read_json
+    from flyweight.checkpoint.gguf_config import SOURCE
     from flyweight.checkpoint.hub import resolve
-    from flyweight.checkpoint.reader import read_json
 
     try:
         config = read_json(resolve(model) / "config.json")

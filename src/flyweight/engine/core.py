@@ -1,5 +1,5 @@
-"""The one step loop: requests in, scheduled, run, sampled, turned to text, handed to whoever
-listens.
+"""The one step loop: requests in, scheduled, run, sampled. answers.py makes text of the tokens, for
+whoever listens.
 
 Offline generation, streaming, the server and the benchmarks all drive `Engine.step()`. Requests and
 cancellations may come from any thread at any time; they wait in an inbox until the next step is
@@ -19,41 +19,26 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 
 from flyweight.batch import NOBODY
+from flyweight.engine.answers import Answers, Decode
+from flyweight.engine.contracts import Model
+from flyweight.engine.flight import Flight, Result
 from flyweight.engine.kv_cache import BlockPool, salt_of
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams, TokenLogprob
-from flyweight.engine.runner import Flight, Model, Result, Runner, slots_of
+from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
+from flyweight.engine.runner import Runner, slots_of
 from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.states import StatePool
-from flyweight.engine.tokenizer import Detokenizer
 from flyweight.errors import RequestError, unknown
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.stall import explain
-
-CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
-
-Decode = Callable[[Sequence[int]], str]
-
-
-@dataclass
-class News:
-    """Tokens of a request that were read, and are not text yet or were not told to its listener."""
-
-    request: Request
-    before: int  # characters of its text that were told
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    spelled: int = 0  # how many of the tokens are text
 
 
 class Engine:
@@ -112,14 +97,11 @@ class Engine:
         self.vocabulary = vocabulary
         self.max_model_len = min(max_model_len, blocks * block_size)
         self.prefix_cache = prefix_cache
-        self.decode = decode
+        self.answers = Answers(decode, self._release)
         self.may_grow = True  # whether the model is made for a longer context than this one
-        self.independent_tokens = False  # whether how one reads depends on none before it
         self.end_ids = frozenset(end_ids)
         self.seed = seed
         self.numbers = itertools.count()
-        self.detokenizers: dict[int, Detokenizer] = {}
-        self.untold: dict[int, News] = {}  # by request: what its listener has not heard yet
         # (arrives rather than is cancelled, request)
         self.inbox: deque[tuple[bool, Request]] = deque()
         self.lock = threading.Lock()
@@ -206,11 +188,11 @@ class Engine:
                 behind = self.flight
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
                 self._land()
-                self._tell_all()
+                self.answers.tell_all()
                 self.flight, self.begun, self.behind = flight, begin, behind
                 if not self.overlap:
                     self._land()
-                    self._tell_all()
+                    self.answers.tell_all()
                 elif flight is not None and flight.speculative:
                     self._prepare()
                     if not self._can_follow(flight):
@@ -325,7 +307,7 @@ class Engine:
                 continue
             if work.drafts:
                 self._settle(work, len(result.tokens) - 1)
-            self._accept(work, result, now)
+            self.answers.accept(work, result, now)
         if flight.speculative:
             self.landing = time.perf_counter() - now
 
@@ -379,7 +361,7 @@ class Engine:
                 f"logit_bias has {len(params.logit_bias)} entries; at most "
                 f"{MOST_BIASES - 20} can be given"
             )
-        if params.stop and self.decode is None:
+        if params.stop and self.answers.decode is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this model has none; use stop_token_ids"
             )
@@ -389,126 +371,26 @@ class Engine:
             arrives, request = self.inbox.popleft()
             if arrives:
                 self.scheduler.add(request)
-                if self.decode:
-                    context = request.prompt[-CONTEXT:]
-                    self.detokenizers[request.number] = Detokenizer(
-                        self.decode,
-                        context,
-                        request.params.stop,
-                        independent=self.independent_tokens,
-                    )
+                self.answers.open(request)
             elif not request.finished:
-                self._tell_all()
-                self._finish(request, "cancelled")
-                self._tell(request, Chunk(request.index, "", []))
+                self.answers.tell_all()
+                self.answers.finish(request, "cancelled")
+                self.answers.tell_end(request)
 
-    def _accept(self, work: Work, result: Result, now: float) -> None:
-        request = work.request
-        if result.prompt_logprobs:  # a preempted request computes its prompt again
-            request.prompt_logprobs = [
-                *(request.prompt_logprobs[: work.start + 1] or [None]),
-                *result.prompt_logprobs,
-            ]
-        if not result.tokens:
-            return
-        news = self.untold.get(request.number)
-        if news is None:
-            news = self.untold[request.number] = News(request, len(request.text))
-        count = self._take(news, result.tokens)
-        if result.logprobs:
-            logprobs = result.logprobs[:count]
-            request.logprobs += logprobs
-            news.logprobs += logprobs
-        request.chunks.append((now, count))
-        if request.finished:
-            self._tell_news(request)
-
-    def _take(self, news: News, tokens: Sequence[int]) -> int:
-        """The answer's next tokens, up to the one that ends it; returns how many. Only stop strings
-        need their text at once.
-        """
-        request = news.request
-        text = self.detokenizers.get(request.number)
-        spelled = text is not None and bool(text.stop)
-        for count, token in enumerate(tokens, 1):
-            request.tokens.append(token)
-            news.tokens.append(token)
-            if spelled:
-                self._spell(request)
-            if token in request.end_ids:
-                wanted = token in request.params.stop_token_ids
-                self._finish(request, "stop", token if wanted else None)
-            elif text is not None and text.stopped_by:
-                self._finish(request, "stop", text.stopped_by)
-            elif len(request.tokens) >= request.limit:
-                self._finish(request, "length")
-            else:
-                continue
-            return count  # what comes after it was never asked for
-        return len(tokens)
-
-    def _spell(self, request: Request) -> None:
-        """Make text of its tokens that were read."""
-        news = self.untold.get(request.number)
-        text = self.detokenizers.get(request.number)
-        if news is None or text is None:
-            return
-        for token in news.tokens[news.spelled :]:
-            if token not in request.end_ids:
-                text.add(token, stops=request.generated >= request.params.min_tokens)
-        news.spelled = len(news.tokens)
-        request.text = text.text
-
-    def _tell_all(self) -> None:
-        """Texts of tokens that were read go to the listeners: while the device is busy, if
-        possible.
-        """
-        for news in list(self.untold.values()):
-            self._tell_news(news.request)
-
-    def _tell_news(self, request: Request) -> None:
-        self._spell(request)
-        news = self.untold.pop(request.number, None)
-        if news is not None:
-            text = request.text[news.before :]
-            self._tell(request, Chunk(request.index, text, news.tokens, news.logprobs or None))
-
-    def _finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
+    def _release(self, request: Request, reason: str, stop_reason: str | int | None) -> None:
         self.scheduler.finish(request, reason, stop_reason)
         if self.speculator is not None:
             self.speculator.forget(request)
-        self._spell(request)
-        if text := self.detokenizers.pop(request.number, None):
-            text.finish()
-            request.text = text.text
-
-    def _tell(self, request: Request, chunk: Chunk) -> None:
-        """A listener that raises ends its own request: others are in the same step."""
-        if request.listener is None:
-            return
-        if request.finished:
-            chunk = replace(
-                chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason
-            )
-        try:
-            request.listener(chunk)
-        except Exception as error:
-            request.listener = None
-            warnings.warn(
-                f"the listener of request {request.number} raised {error!r}; the request is ended"
-            )
-            if not request.finished:
-                self._finish(request, "failed", f"its listener raised {error!r}")
 
     def _abandon(self, error: BaseException) -> None:
         """After a step that failed nothing in the cache can be trusted: all requests end, the
         prefixes are forgotten.
         """
         self.flight = None
-        self.untold.clear()  # making text of it may be what failed
+        self.answers.forget_news()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._finish(request, "failed", str(error) or type(error).__name__)
-            self._tell(request, Chunk(request.index, "", []))
+            self.answers.finish(request, "failed", str(error) or type(error).__name__)
+            self.answers.tell_end(request)
         self.pool.forget()
         if self.scheduler.states is not None:
             self.scheduler.states.forget()

@@ -1,33 +1,30 @@
 """LLM: a model, loaded and ready to answer. `generate` for many prompts, `chat` and `stream` for
 one at a time.
 
-All of them submit to one engine and drive its `step()`; an asynchronous stream has it driven by a
-thread (background.py).
+Here is what has to be there before the first answer, in the order in which it is made: weights, who
+guesses, the plan of the memory, the engine. prompts.py then reads prompts, and driver.py drives the
+engine's steps.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from flyweight import shortage
 from flyweight.device import pick_device
-from flyweight.engine.background import BackgroundSteps
 from flyweight.engine.core import Engine
+from flyweight.engine.driver import Driver
 from flyweight.engine.keywords import checked, takes_fields_of
 from flyweight.engine.loading import (
     choose_dtype,
     end_ids,
     load_decoder,
-    load_head,
     open_model,
-    refuse_speculation,
     sampling_defaults,
 )
 from flyweight.engine.memory import (
@@ -42,24 +39,29 @@ from flyweight.engine.packed import SIZES
 from flyweight.engine.prompts import (
     Prepared,
     Prompt,
+    PromptReader,
     adapter_of_each,
     as_prompts,
     check_served,
-    one_of,
     params_of_each,
 )
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter
-from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
-from flyweight.engine.speculation.ngram import NgramDrafter
+from flyweight.engine.speculation.loading import (
+    Target,
+    load_drafter,
+    load_head,
+    refuse_speculation,
+)
+from flyweight.engine.speculation.model import ModelDrafter
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.shared_rows import CAPACITY
 from flyweight.engine.speculation.speculator import speculator_of
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
-from flyweight.errors import OptionError, RequestError
+from flyweight.errors import OptionError
 from flyweight.kernels.linear.prompts import check_prompt_dtype
 from flyweight.models.adapters import Adapters
 from flyweight.models.balanced_keys import balance_keys
@@ -81,7 +83,6 @@ DEFAULTS = {
 # of prompts, between two steps of a server's answers on a GPU: a pass of fewer takes hardly less
 # for each token, and one of more is a gap that readers notice (docs/serve.md has what was measured)
 TURN_TOKENS = 512
-DRAFT_TOKENS = 1 << 16  # that a drafting model's cache holds at most
 
 
 @checked("option of LLM", OptionError)
@@ -194,7 +195,13 @@ class LLM:
         guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
         shape = replace(shape, beside=guessing.token_bytes if guessing is not None else 0)
         self.kv_dtype = shape.dtype_name
-        drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
+        drafter = load_drafter(
+            wanted,
+            Target(self.name, self.tokenizer, config.vocab_size, self.device, self.dtype),
+            context=context,
+            sequences=sequences,
+            block_size=block_size,
+        )
         workspace = graphs = 0
         if self.device.type == "cuda":
             with shortage.told(
@@ -238,7 +245,14 @@ class LLM:
         self.turns = turns
         self.guesses = wanted.kind != "off"
         self.engine.may_grow = self.engine.max_model_len < config.context_length
-        self.engine.independent_tokens = (
+        self.prompts = PromptReader(
+            self.name,
+            self.tokenizer,
+            self.sampling_defaults,
+            context=self.engine.max_model_len,
+            may_grow=self.engine.may_grow,
+        )
+        self.engine.answers.independent_tokens = (
             self.tokenizer is not None and self.tokenizer.bytes is not None
         )
         self.engine.scheduler.long_prompts = long_prompts(config)
@@ -249,7 +263,7 @@ class LLM:
             self.engine.speculator = speculator_of(
                 drafter, wanted.guesses, while_it_pays=wanted.while_it_pays
             )
-        self._background = BackgroundSteps(self.engine)
+        self.driver = Driver(self.engine)
 
     def pace_prompts(self) -> None:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside
@@ -279,54 +293,6 @@ class LLM:
             Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config)))
             if folders
             else None
-        )
-
-    def _drafter(
-        self, wanted: Speculation, *, context: int, sequences: int, block_size: int
-    ) -> Drafter | None:
-        """Who guesses. A model's weights and cache are there before the memory for this one's cache
-        is counted.
-        """
-        if wanted.kind == "off" or wanted.is_head:  # a head is part of the engine's steps
-            return None
-        if wanted.model is None:
-            return NgramDrafter()
-        weights, tokenizer = open_model(wanted.model, self.device)
-        if self.tokenizer is not None and tokenizer is not None:
-            check_vocabularies(
-                self.name,
-                self.tokenizer.inner.get_vocab(),
-                wanted.model,
-                tokenizer.inner.get_vocab(),
-            )
-        check_vocabularies(
-            self.name,
-            self.config.vocab_size,
-            wanted.model,
-            ModelConfig.from_dict(weights.config).vocab_size,
-        )
-        dtype = (
-            choose_dtype(None, weights.config, self.device)
-            if self.device.type == "cuda"
-            else self.dtype
-        )
-        with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
-            decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
-        config = decoder.config
-        shape = CacheShape.of(config, decoder.cache_dtype)
-        if shape.states is not None:
-            refuse_speculation(wanted, wanted.model)
-        longest = min(context, config.context_length)
-        blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
-        return ModelDrafter(
-            decoder,
-            shape,
-            vocabulary=config.vocab_size,
-            device=self.device,
-            context=longest,
-            sequences=sequences,
-            blocks=blocks,
-            block_size=block_size,
         )
 
     def _graph_bytes(
@@ -387,14 +353,14 @@ class LLM:
         each = params_of_each(params, sampling, len(items))
         names = adapter_of_each(adapter, len(items))
         prepared = [
-            self._prepare(item, one, sampling, chat_template_kwargs, name)
+            self.prompts.prepare(item, one, sampling, chat_template_kwargs, name)
             for item, one, name in zip(items, each, names, strict=True)
         ]
         submitted: list[list[Request]] = []
         try:
             for one in prepared:
                 submitted.append(self.engine.submit(one.tokens, one.params, adapter=one.adapter))
-            self._run(submitted, progress)
+            self.driver.run(submitted, progress=progress)
             for request in (request for requests in submitted for request in requests):
                 check_served(request.finish_reason, request.stop_reason)
         finally:  # Ctrl-C or a failure: leave nothing behind in the engine
@@ -438,13 +404,8 @@ class LLM:
         """One prompt, chunk by chunk, by `for` or by `async for`. Leaving the loop cancels the
         rest.
         """
-        prepared = self._prepare(prompt, params, sampling, chat_template_kwargs, adapter)
-        return Stream(
-            prepared.text,
-            prepared.tokens,
-            lambda requests: self._chunks(prepared, requests),
-            lambda requests: self._chunks_async(prepared, requests),
-        )
+        prepared = self.prompts.prepare(prompt, params, sampling, chat_template_kwargs, adapter)
+        return Stream(prepared, self.driver)
 
     @takes_fields_of(SamplingParams)
     def iterate(
@@ -457,15 +418,15 @@ class LLM:
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[Chunk, None, None]:
         """As `stream`, as a plain generator."""
-        return self._chunks(
-            self._prepare(prompt, params, sampling, chat_template_kwargs, adapter), []
+        return self.driver.chunks(
+            self.prompts.prepare(prompt, params, sampling, chat_template_kwargs, adapter), []
         )
 
     def room(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> int:
         """Tokens that the context holds beyond this prompt; 0 where the prompt alone is
         too long.
         """
-        _, tokens = self._encode(prompt, chat_template_kwargs)
+        _, tokens = self.prompts.encode(prompt, chat_template_kwargs)
         return max(0, self.engine.max_model_len - len(tokens))
 
     def prepare(
@@ -476,108 +437,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prepared:
         """A prompt of any kind as token ids, with complete parameters."""
-        return self._prepare(prompt, params, {}, chat_template_kwargs)
-
-    def _prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        sampling: SamplingOptions,
-        template: Mapping[str, Any] | None,
-        adapter: str | None = None,
-    ) -> Prepared:
-        text, tokens = self._encode(prompt, template)
-        chosen = one_of(params, sampling)
-        given = params is not None or "max_tokens" in sampling
-        complete = chosen.with_defaults(self.sampling_defaults)
-        return Prepared(text, tokens, self._fit(tokens, complete, given), adapter)
-
-    def _encode(
-        self, prompt: Prompt, template: Mapping[str, Any] | None
-    ) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
-            return None, list(cast(Sequence[int], prompt))
-        if self.tokenizer is None:
-            raise RequestError(f"{self.name} has no tokenizer; give the prompt as token ids")
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        text = self.tokenizer.render_chat(cast(Sequence[Message], prompt), **(template or {}))
-        return text, self.tokenizer.encode(text, special=False)
-
-    def _fit(self, tokens: list[int], params: SamplingParams, given: bool) -> SamplingParams:
-        """An answer that the context cannot hold is refused, unless its length is the default."""
-        context = self.engine.max_model_len
-        room = context - len(tokens)
-        if params.max_tokens is None or params.max_tokens <= room:
-            return params
-        if room < 1:  # the engine says that the prompt alone is too long
-            return params
-        if not given:
-            return replace(params, max_tokens=room)
-        more = ", or raise max_model_len" if self.engine.may_grow else ""
-        raise RequestError(
-            f"the prompt has {len(tokens)} tokens and max_tokens asks for {params.max_tokens} "
-            f"more, but the context holds {context}; ask for at most {room}{more}"
-        )
-
-    def _chunks(self, prepared: Prepared, requests: list[Request]) -> Generator[Chunk, None, None]:
-        chunks: deque[Chunk] = deque()  # a step of another thread may bring some too
-        requests += self.engine.submit(
-            prepared.tokens, prepared.params, listener=chunks.append, adapter=prepared.adapter
-        )
-        try:
-            while chunks or not all(request.finished for request in requests):
-                if not chunks:
-                    self.engine.step()
-                    continue
-                chunk = chunks.popleft()
-                check_served(chunk.finish_reason, chunk.stop_reason)
-                yield chunk
-        finally:
-            self.engine.cancel(requests)
-
-    async def _chunks_async(
-        self, prepared: Prepared, requests: list[Request]
-    ) -> AsyncGenerator[Chunk, None]:
-        loop = asyncio.get_running_loop()
-        queue = asyncio.Queue[Chunk]()
-        requests += self.engine.submit(
-            prepared.tokens,
-            prepared.params,
-            listener=lambda chunk: self._background.deliver(loop, queue, chunk),
-            adapter=prepared.adapter,
-        )
-        self._background.drive(loop)
-        unfinished = len(requests)
-        try:
-            while unfinished:
-                chunk = await queue.get()
-                check_served(chunk.finish_reason, chunk.stop_reason)
-                unfinished -= chunk.finish_reason is not None
-                yield chunk
-        finally:
-            self.engine.cancel(requests)
-
-    def _run(self, submitted: list[list[Request]], show: bool) -> None:
-        requests = [request for group in submitted for request in group]
-        if not show:
-            while not all(request.finished for request in requests):
-                self.engine.step()
-            return
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(
-                "generating", total=sum(request.limit - len(request.prompt) for request in requests)
-            )
-            while not all(request.finished for request in requests):
-                self.engine.step()
-                done = sum(
-                    request.limit - len(request.prompt) if request.finished else request.generated
-                    for request in requests
-                )
-                progress.update(task, completed=done)
+        return self.prompts.prepare(prompt, params, {}, chat_template_kwargs)
 
 
 def refuse_together(
@@ -605,7 +465,7 @@ def context_of(config: ModelConfig, wanted: int | None) -> int:
     context = wanted or config.context_length
     if context > config.context_length:
         raise OptionError(
-            f"max_model_len {context} is more than the {config.context_length} "
-            f"tokens this model is made for"
+            f"max_model_len {context} is more than the {config.context_length} tokens that this "
+            "model is made for: give at most so many, or leave it out"
         )
     return context

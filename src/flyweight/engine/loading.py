@@ -11,19 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flyweight import shortage
 from flyweight.cpu import computable
-from flyweight.engine.scheduler import long_prompts
-from flyweight.engine.speculation.head import tap
-from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.tokenizer import Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, unknown
 from flyweight.models.adapters import Adapters
 from flyweight.models.config import DTYPES, ModelConfig
 
 if TYPE_CHECKING:
-    from flyweight.models.decoder import Decoder
-    from flyweight.models.heads.head import DraftHead
+    pass
 
 
 def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
@@ -88,46 +83,6 @@ def load_decoder(
             weights, device=device, dtype=dtype, exact=exact, offload=offload, adapters=adapters
         )
     return decoder, f"torch{why}"
-
-
-def load_head(wanted: Speculation, weights: Any, target: Decoder) -> DraftHead:
-    """The head that is asked for, in the bits of the model; its model shows it what it reads."""
-    from flyweight.models.heads import eagle3, mtp
-    from flyweight.models.heads.head import bits_of
-
-    if not hasattr(target, "taps"):
-        raise OptionError(
-            f"speculate: {wanted.kind} needs the hidden states of the model, which this decoder "
-            f"does not give"
-        )
-    if long_prompts(target.config) is not None:
-        raise OptionError(
-            f"speculate: {wanted.kind} cannot guess for models whose rope changes with the length "
-            f"of a prompt"
-        )
-    with shortage.told(
-        f"{wanted.model or wanted.kind}: its weights do not fit beside those of the model"
-    ):
-        if wanted.kind == "mtp":
-            head = mtp.load(weights, target, bits=bits_of(target))
-        else:
-            assert wanted.model is not None
-            stored = (
-                eagle3.RandomHead(target)
-                if wanted.model == eagle3.RANDOM
-                else open_model(wanted.model, target.device)[0]
-            )
-            head = eagle3.load(stored, target, bits=bits_of(target))
-    tap(target, head)
-    return head
-
-
-def refuse_speculation(wanted: Speculation, name: str) -> None:
-    if wanted.kind != "off":
-        raise OptionError(
-            f"speculate: the layers of {name} keep a state that a wrong guess could not be taken "
-            "out of again; leave it out"
-        )
 
 
 def choose_dtype(

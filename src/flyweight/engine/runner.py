@@ -13,160 +13,24 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
-from flyweight.batch import Batch, KVStorage
+from flyweight.engine.contracts import DecodeSteps, Follower, Model, Passes
+from flyweight.engine.flight import Flight, Result
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.packed import Packed, Padding, following, pack
-from flyweight.engine.request import Constraint, Request, TokenLogprob
+from flyweight.engine.packed import Padding, following, pack
+from flyweight.engine.request import Constraint, Request
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import GREEDY, top_logprobs
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows, is_unread
-from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
+from flyweight.engine.speculation.verify import choose_after_drafts
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload
-
-
-class Model(Protocol):
-    """The part of `models.decoder.Decoder` that the engine uses."""
-
-    def forward(self, batch: Batch, caches: list[KVStorage]) -> Tensor: ...
-
-
-@dataclass(slots=True)
-class Result:
-    """What a step gave one request: a token if its work samples, more where drafts were right, and
-    the logprobs it asked for.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
-class DecodeSteps(Protocol):
-    """Whole decode steps prepared for the rows of a `Rows`, such as `graphs.DecodeGraphs`."""
-
-    largest: int  # most rows
-
-    def logits(self, count: int) -> Tensor:
-        """[count, vocabulary] of one step of the first `count` rows, which stay as they are."""
-
-    def advance(self, count: int) -> Tensor:
-        """The same, and the rows take their likeliest tokens."""
-
-    def sample(self, count: int) -> Tensor:
-        """The same, and the rows take tokens by temperature and filters, where
-        `Rows.samples_in_step`.
-        """
-
-    def warm_up(self, *, advances: bool = True) -> None:
-        """Prepare steps of every size ahead of the first request; not `advances`: their logits
-        alone.
-        """
-
-
-class Passes(Protocol):
-    """Whole steps of any mix prepared for some sizes, such as `passes.PassGraphs`."""
-
-    @property
-    def inputs(self) -> Tensor | None:
-        """Where a padded step's integers go."""
-
-    def padded_tokens(self, works: Sequence[Work]) -> int | None:
-        """The size that the step runs as; None: it does not fit any."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        """As the model's, of a batch padded to that size."""
-
-    def warm_up(self) -> None:
-        """Prepare those that most requests need ahead of the first one."""
-
-    def warm_up_parts(self) -> None:
-        """And those of prompts in turns with answers."""
-
-    patient: bool  # whether others are prepared when nobody waits
-    alone: bool  # whether only prompts alone, from their first token, are prepared at all
-
-    def rest(self) -> bool:
-        """Nobody is there: prepare one of those; whether there was one."""
-
-
-class Follower(Protocol):
-    """Who reads the hidden states of a step (models/taps.py) once its tokens are chosen."""
-
-    def wants(self, works: Sequence[Work]) -> bool:
-        """Whether it follows a step of such answers."""
-
-    def after_pass(self, works: Sequence[Work], packed: Packed, tokens: Tensor) -> None:
-        """`tokens`: chosen after the rows that sample."""
-
-    def after_rows(self, works: Sequence[Work], rows: SharedRows, tokens: Tensor) -> None: ...
-
-    def skipped(self, works: Sequence[Work]) -> None:
-        """A step that left none."""
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A launched step. `results` waits for its tokens, and for nothing launched after it."""
-
-    works: Sequence[Work]
-    places: dict[int, int]  # number of a sampling work → its first token among those downloaded
-    # tokens, then (logprob, best logprobs, their ids) where wanted, then the same for prompts
-    download: Download
-    answers: bool  # logprobs of the chosen tokens are among it
-    # number of a work, the prompt tokens after each of its own
-    prompts: list[tuple[int, list[int]]]
-
-    @functools.cached_property
-    def speculative(self) -> bool:
-        """How many tokens it gives is known when it is read."""
-        return any(work.drafts for work in self.works)
-
-    def results(self) -> list[Result]:
-        tokens, *rest = self.download.lists()
-        found = [Result() for _ in self.works]
-        if not rest and not self.speculative:
-            for i, place in self.places.items():
-                found[i].tokens.append(tokens[place])
-            return found
-        triple = rest[:3] if self.answers else None
-        for i, place in self.places.items():
-            work = self.works[i]
-            accepted = count_accepted(work.drafts, tokens, place)
-            kept = tokens[place : place + accepted + 1]
-            found[i].tokens = kept
-            if triple is not None:
-                listed = [
-                    logprob(token, triple, place + k, work.request.params.logprobs)
-                    for k, token in enumerate(kept)
-                ]
-                found[i].logprobs = [item for item in listed if item]
-        for k, (i, follow) in enumerate(self.prompts):
-            at = 3 * (k + self.answers)
-            count = self.works[i].request.params.prompt_logprobs
-            listed = [
-                logprob(token, rest[at : at + 3], row, count) for row, token in enumerate(follow)
-            ]
-            found[i] = replace(found[i], prompt_logprobs=[item for item in listed if item])
-        return found
-
-
-def logprob(
-    token: int, triple: list[list] | None, row: int, count: int | None
-) -> TokenLogprob | None:
-    if triple is None or count is None:
-        return None
-    chosen, best, ids = triple
-    return TokenLogprob(token, chosen[row], dict(zip(ids[row][:count], best[row], strict=False)))
 
 
 def slots_of(model: Model) -> Mapping[str, int]:

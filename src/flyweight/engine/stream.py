@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Self
 
+from flyweight.engine.driver import Driver
+from flyweight.engine.prompts import Prepared
 from flyweight.engine.request import Chunk, Output, Request
-
-Plain = Generator[Chunk, None, None]
-Asynchronous = AsyncGenerator[Chunk, None]
 
 
 class Stream:
@@ -19,20 +18,14 @@ class Stream:
     the engine's own thread, and any number of such streams share the batch.
     """
 
-    def __init__(
-        self,
-        prompt: str | None,
-        tokens: list[int],
-        plain: Callable[[list[Request]], Plain],
-        asynchronous: Callable[[list[Request]], Asynchronous],
-    ):
-        self.prompt = prompt
-        self.tokens = tokens
+    def __init__(self, prepared: Prepared, driver: Driver):
+        self.prompt = prepared.text
+        self.tokens = prepared.tokens
         self.requests: list[Request] = []  # filled when the first chunk is asked for
-        self._start_plain = plain
-        self._start_asynchronous = asynchronous
-        self._plain: Plain | None = None
-        self._asynchronous: Asynchronous | None = None
+        self._prepared = prepared
+        self._driver = driver
+        self._plain: Generator[Chunk, None, None] | None = None
+        self._asynchronous: AsyncGenerator[Chunk, None] | None = None
 
     @property
     def output(self) -> Output:
@@ -44,7 +37,7 @@ class Stream:
 
     def __next__(self) -> Chunk:
         if self._plain is None:
-            self._plain = self._start_plain(self.requests)
+            self._plain = self._driver.chunks(self._prepared, self.requests)
         return next(self._plain)
 
     def __aiter__(self) -> Self:
@@ -52,7 +45,7 @@ class Stream:
 
     async def __anext__(self) -> Chunk:
         if self._asynchronous is None:
-            self._asynchronous = self._start_asynchronous(self.requests)
+            self._asynchronous = self._driver.chunks_async(self._prepared, self.requests)
         return await anext(self._asynchronous)
 
     def close(self) -> None:

@@ -15,9 +15,10 @@ import torch
 
 from flyweight import __version__
 from flyweight.checkpoint import formats
+from flyweight.checkpoint.folder import read_json
 from flyweight.checkpoint.formats.base import dense_of
 from flyweight.checkpoint.hub import resolve
-from flyweight.checkpoint.reader import Checkpoint, read_json
+from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.writer import recover
 from flyweight.device import pick_device
 from flyweight.errors import OptionError, ResourceError

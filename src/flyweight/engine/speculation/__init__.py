@@ -2,5 +2,5 @@
 
 A drafter (`drafter.py`; `ngram.py`, `model.py`) proposes, `lengths.py` says how many guesses pay,
 the scheduler makes rows of them, and `verify.py` keeps those that the model would have chosen
-itself. `speculator.py` holds the parts together.
+itself. `loading.py` opens who guesses, `speculator.py` holds the parts together.
 """

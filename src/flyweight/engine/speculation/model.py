@@ -14,10 +14,12 @@ from dataclasses import replace
 
 import torch
 
+from flyweight.engine.contracts import Model
+from flyweight.engine.flight import Flight
 from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, State
-from flyweight.engine.runner import Flight, Model, Runner
+from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import is_penalized
 from flyweight.engine.scheduler import Work
 from flyweight.errors import OptionError
