@@ -8,7 +8,8 @@ import torch
 from flyweight import cli, gpu
 from flyweight.bench import attention, chain, kernels, peers, replay, shapes
 from flyweight.bench.kernels import FORMATS, Case, cases_of, measure_case
-from flyweight.errors import OptionError
+from flyweight.commands import bench_kernel
+from flyweight.errors import OptionError, ResultError
 from flyweight.gpu import GPUS
 from flyweight.kernels import reference
 from flyweight.kernels.cpu_integer import sums_exactly
@@ -241,3 +242,20 @@ def test_heat_maps_show_our_kernels_whatever_they_are_named_and_no_peers():
     (figure,) = figures.heat_maps([ours, theirs])
     assert [(series.name, [(point.x, point.y) for point in series.points]) for series in figure.series] == [
         ("w8a8, 64 → 32", [("8", 0.5)])]
+
+
+def test_a_gpu_that_a_kernel_has_stopped_ends_the_command_behind_its_row(tmp_path, monkeypatch):
+    """CUDA's errors stay with the process: what comes after them fails as well."""
+    def dead():
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore of it")
+
+    def fails(**_):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", dead)
+    environment = {"bench": "environment", "id": "x", "copy_gb_s": 1.0, "status": "ok"}
+    monkeypatch.setattr("flyweight.bench.rows.environment_row", lambda device: environment)
+    out = tmp_path / "rows.jsonl"
+    with pytest.raises(ResultError, match=r"takes no more work .*unspecified launch failure.*the same command"):
+        bench_kernel.run([({"format": "bf16", "rows": n}, fails) for n in (1, 2)], torch.device("cuda"), samples=1, out=out)
+    assert [row["status"] for row in map(json.loads, out.read_text().splitlines())] == ["ok", "failed"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyweight.commands.options import Device, Threads, numbers, split
-from flyweight.errors import OptionError, unknown
+from flyweight.errors import OptionError, ResultError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -267,6 +267,7 @@ def run(
                     if not any(row["environment"] == environment["id"] for row in file.rows):
                         file.append([environment])
                     file.append(known)
+                make_room(device)
             lines += known
             progress.advance(task)
     return [environment, *lines]
@@ -275,8 +276,6 @@ def run(
 def attempt(
     facts: Row, measure: Measure, environment: Row, device: torch.device, *, samples: int
 ) -> list[Row]:
-    import torch
-
     from flyweight.bench import cases
     from flyweight.bench.rows import make_row, rounded
 
@@ -284,9 +283,25 @@ def attempt(
         lambda: list(measure(device=device, samples=samples, bandwidth=environment["copy_gb_s"]))
     )
     rows = [facts | fault] if fault else found or []
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return [make_row("kernel", environment["id"], **rounded(row)) for row in rows]
+
+
+def make_room(device: torch.device) -> None:
+    """The next case wants the memory. A GPU takes nothing more from a process whose kernel failed:
+    further rows would all say what the last one says.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        said = str(error).split("\n")[0]
+        raise ResultError(
+            f"the GPU takes no more work from this process ({said}): a kernel of the last row "
+            "failed; what was measured before is kept, and the same command goes on behind it"
+        ) from None
 
 
 def table(lines: Sequence[Row], layout: str) -> str:
