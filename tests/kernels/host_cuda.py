@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from flyweight import gpu
-from flyweight.kernels import jit
+from flyweight.kernels import compiler, jit
 from flyweight.kernels.attention import prefill, rope
 from flyweight.kernels.vptq import decode
 
@@ -30,7 +30,7 @@ ALIGNED = {"attention.cu", "qkv_attention.cu", "rope.cu", "sample.cu", "delta.cu
 
 def source(file: str) -> str:
     """With everything it includes written out."""
-    path = HERE / INSTEAD[file] if file in INSTEAD else jit.SOURCES / file
+    path = HERE / INSTEAD[file] if file in INSTEAD else compiler.SOURCES / file
     lines = path.read_text().splitlines()
     return "\n".join(source(line.split('"')[1]) if line.startswith('#include "') else line for line in lines)
 
@@ -108,7 +108,7 @@ class Host:
 def pretend(monkeypatch, folder: Path) -> None:
     """From here on kernels run on the CPU, as on a Hopper GPU with few processors."""
     monkeypatch.setattr(jit, "load", Host(folder).load)
-    monkeypatch.setattr(jit, "tensor_map", tensor_map)
+    monkeypatch.setattr(prefill, "tensor_map", tensor_map)
     monkeypatch.setattr(gpu, "of", lambda device: HOST)
     for module in (prefill, rope, decode):  # which keep their kernels
         monkeypatch.setattr(module, "_kernel", module._kernel.__wrapped__)

@@ -4,7 +4,7 @@ import host_cuda
 import pytest
 import torch
 
-from flyweight.kernels import jit
+from flyweight.kernels import compiler
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
@@ -20,7 +20,7 @@ extern "C" __global__ void read_two(const u16* in, u32* out, int at) { if (threa
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     (tmp_path / "rope.cu").write_text(KERNEL)  # of the files whose addresses are checked
-    monkeypatch.setattr(jit, "SOURCES", tmp_path)
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     return lambda name: host_cuda.Host(tmp_path).load("rope.cu").kernel(name)
 
 
