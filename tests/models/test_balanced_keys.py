@@ -1,4 +1,5 @@
-"""Keys with channels of one size: the same model, and a cache of 8-bit codes that loses less of it."""
+"""Keys with channels of one size: the same model, and a cache of 8-bit codes that loses less of
+it."""
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ TOKENS = (torch.arange(48) * 7 % 96)[None]
 
 
 class Loud:
-    """Weights whose keys have loud channels, as the biases of Qwen2.5 and norms of Qwen3 make them."""
+    """Weights whose keys have loud channels, as the biases of Qwen2.5 and norms of Qwen3 make
+    them."""
 
     def __init__(self, config, scheme="fp32"):
         self.inner = PresetWeights(config, scheme)
