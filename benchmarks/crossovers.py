@@ -28,7 +28,7 @@ from flyweight.bench import replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile
-from flyweight.kernels import dependent_launch, dispatch, jit
+from flyweight.kernels import compiler, dependent_launch, dispatch, jit
 from flyweight.kernels.linear import gemm, gemm_mma, gemm_small, gemv, gemv_cluster, gemv_splitk
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
@@ -79,7 +79,7 @@ class Recorder:
 
 def compile_one(job: tuple) -> None:
     file, defines, registers, architecture = job
-    jit.compile_cubin(file, dict(defines), architecture, registers)
+    compiler.compile_cubin(file, dict(defines), architecture, registers)
 
 
 def compile_all(linears: list[tuple[TiledLinear, list[int]]]) -> int:

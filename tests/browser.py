@@ -23,19 +23,36 @@ os.execv(sys.argv[3], sys.argv[3:])"""
 
 
 def find_browser() -> str | None:
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
 
 
 class Browser:
-    """`page.js("document.title")`; promises are waited for. Errors and requests of the page are kept."""
+    """`page.js("document.title")`; promises are waited for. Errors and requests of the page are
+    kept."""
 
     def __init__(self, command: str, profile: Path):
         ours, self.writes = os.pipe()
         self.reads, theirs = os.pipe()
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}",
-                   "--no-first-run", "--disable-dev-shm-usage", "about:blank"]
-        self.process = subprocess.Popen([sys.executable, "-c", LAUNCH, str(ours), str(theirs), command, *options],
-                                        pass_fds=(ours, theirs), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "about:blank",
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(ours), str(theirs), command, *options],
+            pass_fds=(ours, theirs),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(ours)
         os.close(theirs)
         self.numbers, self.rest = itertools.count(1), b""
@@ -44,14 +61,18 @@ class Browser:
         self.requests: list[str] = []
         self.loaded: set[str] = set()  # documents whose load event has been
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
         self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **parameters):
         number = next(self.numbers)
-        message = {"id": number, "method": method, "params": parameters} | ({"sessionId": self.session} if self.session else {})
+        message = {"id": number, "method": method, "params": parameters} | (
+            {"sessionId": self.session} if self.session else {}
+        )
         os.write(self.writes, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next()
@@ -69,7 +90,9 @@ class Browser:
         message = json.loads(text)
         method, facts = message.get("method"), message.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.errors.append(facts["exceptionDetails"].get("exception", {}).get("description", "an exception"))
+            self.errors.append(
+                facts["exceptionDetails"].get("exception", {}).get("description", "an exception")
+            )
         elif method == "Log.entryAdded" and facts["entry"]["level"] == "error":
             self.errors.append(facts["entry"]["text"])
         elif method == "Network.requestWillBeSent":
@@ -91,11 +114,26 @@ class Browser:
             self._next()
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
 
     def js(self, code: str):
-        result = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True, userGesture=True)
+        result = self.call(
+            "Runtime.evaluate",
+            expression=code,
+            awaitPromise=True,
+            returnByValue=True,
+            userGesture=True,
+        )
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
@@ -107,14 +145,23 @@ class Browser:
     def key(self, key: str, code: str, *, alt: bool = False, text: str = "") -> None:
         number = {"Enter": 13, "Escape": 27}.get(key, ord(code[-1]))
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=code, modifiers=int(alt), windowsVirtualKeyCode=number,
-                      **({"text": text} if text and kind == "keyDown" else {}))
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=code,
+                modifiers=int(alt),
+                windowsVirtualKeyCode=number,
+                **({"text": text} if text and kind == "keyDown" else {}),
+            )
 
     def write(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
     def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         self.process.terminate()

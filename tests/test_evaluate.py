@@ -11,15 +11,26 @@ from flyweight.errors import OptionError
 from flyweight.quant.evaluate import Remembered, Window, compare, cut_windows, perplexity
 from flyweight.quant.subject import encode
 
-TEXT = """The lighthouse keeper counted the ships as they passed, one by one, into the grey of the evening. There had been
-seven in the morning and nine by noon, and now, with the wind turning north, he expected no more than two. He wrote the
-numbers into the book, closed it, and went up the stairs to light the lamp. It had burned every night for a hundred and
-four years, through three wars and one very long winter, and nobody could say any longer who had lit it first. """
+TEXT = (
+    "The lighthouse keeper counted the ships as they passed, one by one, into the grey of the "
+    "evening. There had been\nseven in the morning and nine by noon, and now, with the wind "
+    "turning north, he expected no more than two. He wrote the\nnumbers into the book, closed "
+    "it, and went up the stairs to light the lamp. It had burned every night for a hundred and\n"
+    "four years, through three wars and one very long winter, and nobody could say any longer "
+    "who had lit it first. "
+)
 
 
 @settings(max_examples=200)
-@given(length=st.integers(2, 60), window=st.integers(2, 20), share=st.floats(0.05, 1), bos=st.sampled_from([None, 99]))
-def test_every_token_is_scored_once_with_the_context_the_stride_promises(length, window, share, bos):
+@given(
+    length=st.integers(2, 60),
+    window=st.integers(2, 20),
+    share=st.floats(0.05, 1),
+    bos=st.sampled_from([None, 99]),
+)
+def test_every_token_is_scored_once_with_the_context_the_stride_promises(
+    length, window, share, bos
+):
     stride = max(1, int(window * share))
     scored = []
     for item in cut_windows(list(range(length)), window=window, stride=stride, bos=bos):
@@ -28,7 +39,11 @@ def test_every_token_is_scored_once_with_the_context_the_stride_promises(length,
         scored += item.tokens[-item.scored :]
         if scored[-1] > window and len(body) == window:
             assert len(body) - item.scored >= min(window - stride, 1)
-    expected = [token for token in range(length) if bos is not None or token % stride or (token and stride < window)]
+    expected = [
+        token
+        for token in range(length)
+        if bos is not None or token % stride or (token and stride < window)
+    ]
     assert scored == expected
 
 
@@ -51,7 +66,9 @@ class Uniform:
 
 def test_knowing_nothing_is_as_perplexing_as_the_vocabulary():
     seen = []
-    result = perplexity(Uniform(), list(range(40)), window=16, batch=4, progress=lambda *now: seen.append(now))
+    result = perplexity(
+        Uniform(), list(range(40)), window=16, batch=4, progress=lambda *now: seen.append(now)
+    )
     assert math.isclose(result.perplexity, 50, rel_tol=1e-6) and result.error < 1e-6
     assert result.tokens == 37 and seen[-1][:2] == (37, 37)
 
@@ -59,7 +76,9 @@ def test_knowing_nothing_is_as_perplexing_as_the_vocabulary():
 def test_the_standard_error_is_that_of_the_mean_loss():
     class Random(Uniform):
         def forward_whole(self, tokens):
-            return torch.randn(*tokens.shape, 50, generator=torch.Generator().manual_seed(int(tokens[0, 0])))
+            return torch.randn(
+                *tokens.shape, 50, generator=torch.Generator().manual_seed(int(tokens[0, 0]))
+            )
 
     tokens = list(range(50))
     losses = []
@@ -71,7 +90,9 @@ def test_the_standard_error_is_that_of_the_mean_loss():
     losses = torch.tensor(losses)
     result = perplexity(Random(), tokens, window=10)
     assert math.isclose(result.perplexity, losses.mean().exp().item(), rel_tol=1e-5)
-    assert math.isclose(result.error, (losses.mean().exp() * losses.std() / math.sqrt(45)).item(), rel_tol=1e-4)
+    assert math.isclose(
+        result.error, (losses.mean().exp() * losses.std() / math.sqrt(45)).item(), rel_tol=1e-4
+    )
 
 
 def test_perplexity_agrees_with_plain_transformers_to_four_digits(smollm2):

@@ -32,7 +32,9 @@ RANDOM = {
     "sparse w8a8": lambda shape: Sparse24.random(shape),
     "sparse int4": lambda shape: Sparse24.random(shape, inner=IntGroup, group_size=32),
     "vptq": lambda shape: VectorQuant.random(shape, main=64, residual=16),
-    "vptq whole": lambda shape: VectorQuant.random(shape, main=64, residual=16, groups=2, outliers=8, permute=True),
+    "vptq whole": lambda shape: VectorQuant.random(
+        shape, main=64, residual=16, groups=2, outliers=8, permute=True
+    ),
 }
 
 
@@ -61,7 +63,9 @@ def test_rows_in_another_order_are_those_rows(kind):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_random_weights_with_zero_points_lean_to_no_side(bits):
     weight = IntGroup.random((256, 512), bits=bits, group_size=32).dequantize()
-    assert abs(weight.mean()) < 0.02 * weight.std(), "a deep model of weights that do says one token whatever it is asked"
+    assert abs(weight.mean()) < 0.02 * weight.std(), (
+        "a deep model of weights that do says one token whatever it is asked"
+    )
 
 
 @pytest.mark.parametrize("kind", RANDOM)
@@ -74,20 +78,35 @@ def test_experts_are_a_stack_of_weights(kind):
     torch.testing.assert_close(tensor.matmul_reference(x)[1], tensor[1].matmul_reference(x[1]))
 
 
-@given(bits=st.integers(2, 8), rows=st.integers(1, 9), columns=st.integers(1, 70), group=st.sampled_from([16, 32, -1]),
-       symmetric=st.booleans(), act_order=st.booleans(), seed=st.integers(0, 1000))
-def test_int_groups_mean_scale_times_code_less_zero(bits, rows, columns, group, symmetric, act_order, seed):
-    tensor = IntGroup.random((rows, columns), seed, bits=bits, group_size=group, symmetric=symmetric, act_order=act_order)
+@given(
+    bits=st.integers(2, 8),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 70),
+    group=st.sampled_from([16, 32, -1]),
+    symmetric=st.booleans(),
+    act_order=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_int_groups_mean_scale_times_code_less_zero(
+    bits, rows, columns, group, symmetric, act_order, seed
+):
+    tensor = IntGroup.random(
+        (rows, columns), seed, bits=bits, group_size=group, symmetric=symmetric, act_order=act_order
+    )
     values, weight = tensor.values(), tensor.dequantize()
     for k in {0, columns // 2, columns - 1}:
         g = int(tensor.g_idx[k]) if act_order else k // (columns if group == -1 else group)
         zero = 1 << (bits - 1) if symmetric else tensor.zeros[:, g].int()
-        torch.testing.assert_close(weight[:, k], tensor.scales[:, g].float() * (values[:, k] - zero))
+        torch.testing.assert_close(
+            weight[:, k], tensor.scales[:, g].float() * (values[:, k] - zero)
+        )
 
 
 def test_bits_per_weight_counts_scales_zeros_codebooks_and_padding():
     assert IntGroup.random((256, 256), group_size=128).bits_per_weight == 4 + 16 / 128 + 4 / 128
-    assert IntGroup.random((256, 256), group_size=128, symmetric=True).bits_per_weight == 4 + 16 / 128
+    assert (
+        IntGroup.random((256, 256), group_size=128, symmetric=True).bits_per_weight == 4 + 16 / 128
+    )
     assert Int8Channel.random((256, 256)).bits_per_weight == 8 + 16 / 256
     assert Sparse24.random((256, 256), dtype=torch.float16).bits_per_weight == 5 + 16 / 256
     vector = VectorQuant.random((256, 256), main=64, residual=16, normalize=False)
@@ -99,8 +118,11 @@ def test_bits_per_weight_counts_scales_zeros_codebooks_and_padding():
 
 @pytest.mark.parametrize("inner", ["w8a8", "int4", "int4 symmetric"])
 def test_sparse_survives_the_dense_form_and_is_found_again(inner):
-    options = {"w8a8": {}, "int4": dict(inner=IntGroup, group_size=32),
-               "int4 symmetric": dict(inner=IntGroup, group_size=32, symmetric=True)}[inner]
+    options = {
+        "w8a8": {},
+        "int4": dict(inner=IntGroup, group_size=32),
+        "int4 symmetric": dict(inner=IntGroup, group_size=32, symmetric=True),
+    }[inner]
     sparse = Sparse24.random((48, 64), **options)
     weight = sparse.dequantize()
     assert ((weight.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
@@ -118,10 +140,14 @@ def test_a_dense_weight_is_not_taken_for_sparse():
 
 
 def test_w8a8_reference_quantizes_activations_per_token():
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1e-3], [1.0], [50.0], [0.0]]
+    )
     tensor = Int8Channel.random((16, 64))
     scale = x.abs().amax(1, keepdim=True) / 127
-    expected = ((x / scale.clamp(min=1e-12)).round() * scale).double() @ tensor.dequantize(torch.float64).T
+    expected = ((x / scale.clamp(min=1e-12)).round() * scale).double() @ tensor.dequantize(
+        torch.float64
+    ).T
     torch.testing.assert_close(tensor.matmul_reference(x), expected, rtol=1e-5, atol=1e-7)
     assert (tensor.matmul_reference(x)[3] == 0).all()
 
@@ -134,13 +160,17 @@ def test_fp8_blocks_scale_their_own_tile():
 
 
 def test_vptq_places_outliers_groups_and_permutation():
-    tensor = VectorQuant.random((20, 48), main=16, residual=None, groups=2, outliers=8, permute=True, normalize=False)
+    tensor = VectorQuant.random(
+        (20, 48), main=16, residual=None, groups=2, outliers=8, permute=True, normalize=False
+    )
     weight = tensor.dequantize()
     main, _ = tensor.split_indices()
     stored = 8 + 20 + 3  # fourth column of the second group
     expected = torch.cat([tensor.codebook[1, main[1, row, 3]] for row in range(3)])[:20].float()
     assert torch.equal(weight[:, tensor.perm[stored]], expected)
-    outlier = torch.cat([tensor.outlier_codebook[tensor.outlier_indices[row, 5]] for row in range(5)]).float()
+    outlier = torch.cat(
+        [tensor.outlier_codebook[tensor.outlier_indices[row, 5]] for row in range(5)]
+    ).float()
     assert torch.equal(weight[:, tensor.perm[5]], outlier)
 
 
@@ -148,7 +178,9 @@ def rows_of(segments):
     return torch.cat([segment.dequantize() for segment in segments])
 
 
-@pytest.mark.parametrize("kind", ["plain", "int4", "int3 symmetric", "w8a8", "fp8", "sparse w8a8", "sparse int4"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "int4", "int3 symmetric", "w8a8", "fp8", "sparse w8a8", "sparse int4"]
+)
 def test_alike_projections_merge_into_one_weight(kind):
     parts = [RANDOM[kind]((64, 128)), RANDOM[kind]((32, 128)), RANDOM[kind]((32, 128))]
     merged = merge(parts)
@@ -156,8 +188,12 @@ def test_alike_projections_merge_into_one_weight(kind):
 
 
 def test_static_float8_projections_merge_where_they_share_the_scale_of_their_input():
-    first, second, other = (Float8.random((64, 128), seed, activation="static") for seed in range(3))
-    first, second = (dataclasses.replace(t, input_scale=torch.tensor([0.5])) for t in (first, second))
+    first, second, other = (
+        Float8.random((64, 128), seed, activation="static") for seed in range(3)
+    )
+    first, second = (
+        dataclasses.replace(t, input_scale=torch.tensor([0.5])) for t in (first, second)
+    )
     other = dataclasses.replace(other, input_scale=torch.tensor([0.25]))
     merged = merge([first, second, other])
     assert [segment.matrix_shape[0] for segment in merged] == [128, 64]
@@ -210,7 +246,8 @@ def test_whole_groups_mean_the_same_as_columns_one_by_one(bits, group_size, symm
 
 
 def test_random_symmetric_weights_have_no_common_offset():
-    """Half a code of it, times thousands of inputs, and a deep model says one token whatever it is asked."""
+    """Half a code of it, times thousands of inputs, and a deep model says one token whatever it is
+    asked."""
     codes = IntGroup.random((64, 512), bits=4, symmetric=True).values()
     assert codes.min() == 1 and codes.max() == 15
     assert abs(float(codes.double().mean()) - 8) < 0.1

@@ -13,23 +13,40 @@ LLAMA = PRESETS["smollm2-135m"] | dict(
     max_position_embeddings=128,
 )
 
-# for servers and files: a vocabulary of bytes and eight more
-BYTES = dict(
+# what the two below have in common
+_FLOAT32 = dict(
     model_type="llama",
     architectures=["LlamaForCausalLM"],
     hidden_act="silu",
     rms_norm_eps=1e-5,
     rope_theta=1e4,
-    max_position_embeddings=4096,
     dtype="float32",
+    tie_word_embeddings=True,
+    head_dim=16,
+)
+
+# for servers and files: a vocabulary of bytes and eight more
+BYTES = _FLOAT32 | dict(
+    max_position_embeddings=4096,
     bos_token_id=256,
     eos_token_id=257,
     vocab_size=264,
-    tie_word_embeddings=True,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=1,
     num_attention_heads=2,
     num_key_value_heads=1,
-    head_dim=16,
+)
+
+# for quantization: a vocabulary of printable letters, and layers of several groups
+LETTERS = _FLOAT32 | dict(
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )

@@ -29,7 +29,7 @@ from flyweight import gpu
 from flyweight.bench import peers, replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.kernels import dependent_launch
-from flyweight.kernels.jit import KernelError
+from flyweight.kernels.compiler import KernelError
 from flyweight.kernels.linear import choose, gemm_mma, gemv, gemv_splitk, tiles
 from flyweight.kernels.linear.format import FORMATS as WEIGHT_FORMATS
 from flyweight.kernels.linear.tiles import TiledWeight

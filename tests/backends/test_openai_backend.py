@@ -1,4 +1,5 @@
-"""The HTTP client against a server whose token times are known: it reports those times, whatever the server tells."""
+"""The HTTP client against a server whose token times are known: it reports those times, whatever
+the server tells."""
 
 import asyncio
 import socket
@@ -18,6 +19,7 @@ def ask(script, prompt=(1, 2, 3), output=9):
         reply = await endpoint.ask(list(prompt), output)
         endpoint.client.close()
         return reply
+
     return with_server(script, use)
 
 
@@ -31,8 +33,10 @@ def test_the_client_reports_the_times_at_which_the_server_sent_its_tokens(style)
     assert [when - reply.sent for when, _ in chunks] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("style", "counts"), [
-    ("ids", [4, 4, 2]), ("usage", [4, 4, 2]), ("final", [1, 1, 8]), ("text", [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("style", "counts"),
+    [("ids", [4, 4, 2]), ("usage", [4, 4, 2]), ("final", [1, 1, 8]), ("text", [1, 1, 1])],
+)
 def test_tokens_of_a_chunk_are_counted_as_well_as_the_server_allows(style, counts):
     reply = ask(Script(size=4, style=style), output=10)
     assert [count for _, count in reply.chunks()[1]] == counts
@@ -40,7 +44,10 @@ def test_tokens_of_a_chunk_are_counted_as_well_as_the_server_allows(style, count
 
 def test_a_role_only_chunk_is_no_token():
     reply = ask(Script(first=0.5, style="text"), prompt=[{"role": "user", "content": "hi"}])
-    assert reply.chunks()[1][0][0] - reply.sent == pytest.approx(0.5, abs=1e-6) and reply.text == "x" * 9
+    assert (
+        reply.chunks()[1][0][0] - reply.sent == pytest.approx(0.5, abs=1e-6)
+        and reply.text == "x" * 9
+    )
 
 
 def test_prompts_go_as_token_ids_with_exact_lengths():
@@ -48,8 +55,16 @@ def test_prompts_go_as_token_ids_with_exact_lengths():
     reply = ask(script, prompt=[5, 6, 7], output=4)
     path, body = script.bodies[0]
     assert path == "/v1/completions" and body["prompt"] == [5, 6, 7] and body["temperature"] == 0
-    assert body["max_tokens"] == body["min_tokens"] == 4 and body["ignore_eos"] and body["return_token_ids"]
-    assert reply.token_ids == (0, 1, 2, 3) and reply.cached_tokens == 2 and reply.usage["prompt_tokens"] == 3
+    assert (
+        body["max_tokens"] == body["min_tokens"] == 4
+        and body["ignore_eos"]
+        and body["return_token_ids"]
+    )
+    assert (
+        reply.token_ids == (0, 1, 2, 3)
+        and reply.cached_tokens == 2
+        and reply.usage["prompt_tokens"] == 3
+    )
 
 
 def test_a_batch_is_as_many_streams_at_once():
@@ -57,7 +72,9 @@ def test_a_batch_is_as_many_streams_at_once():
         return await OpenAI("mock", EngineOptions(url=url))._generate([[1], [2], [3]], 5)
 
     run = with_server(Script(first=0.1, gap=0.02), use)
-    assert run.seconds == pytest.approx(0.18, abs=1e-6) and [answer.tokens for answer in run.answers] == [5, 5, 5]
+    assert run.seconds == pytest.approx(0.18, abs=1e-6) and [
+        answer.tokens for answer in run.answers
+    ] == [5, 5, 5]
     assert run.window() == (pytest.approx(0.08, abs=1e-6), 12)
 
 

@@ -21,7 +21,9 @@ def engine(monkeypatch):
     class LLM:
         def __init__(self, **_):
             seen.append((os.environ.get(plugin.SETTING), list(calls)))
-            self.llm_engine = types.SimpleNamespace(model_config=types.SimpleNamespace(dtype="torch.float16"))
+            self.llm_engine = types.SimpleNamespace(
+                model_config=types.SimpleNamespace(dtype="torch.float16")
+            )
 
         def apply_model(self, act):
             return [{"TheirKernel": 4}] if act is plugin.kernels_of else [None]
@@ -34,7 +36,9 @@ def engine(monkeypatch):
     loaders = types.ModuleType("vllm.model_executor.model_loader")
     loaders.register_model_loader = lambda name: lambda loader: loaded.setdefault(name, loader)
     dummy = types.ModuleType("vllm.model_executor.model_loader.dummy_loader")
-    dummy.DummyModelLoader = type("DummyModelLoader", (), {"load_weights": lambda self, model, config: None})
+    dummy.DummyModelLoader = type(
+        "DummyModelLoader", (), {"load_weights": lambda self, model, config: None}
+    )
     loaded = {}
     for module in (types.ModuleType("vllm.model_executor"), loaders, dummy):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -44,14 +48,18 @@ def engine(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("name", "expected"), [("vllm", ("off", [])), ("vllm-plugin", ("mp", ["register"]))])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("vllm", ("off", [])), ("vllm-plugin", ("mp", ["register"]))]
+)
 def test_whose_kernels_run(engine, name, expected):
     backend = create(name, "preset:tiny:int4", EngineOptions())
     backend.start(Limits(1, 64, None))
     assert engine == [expected]
     assert backend.linear_kernels == {"TheirKernel": 4}
     linear = torch.nn.Linear(4, 4)
-    linear.register_parameter("qweight", torch.nn.Parameter(torch.zeros(64, dtype=torch.int32), requires_grad=False))
+    linear.register_parameter(
+        "qweight", torch.nn.Parameter(torch.zeros(64, dtype=torch.int32), requires_grad=False)
+    )
     sys.modules["vllm"].loaders[RANDOM]().load_weights(linear, None)
     assert linear.qweight.unique().numel() > 60, "codes as real weights have them"
 

@@ -1,9 +1,11 @@
-"""An OpenAI-compatible server whose token times are known exactly, on an event loop whose clock is made up.
+"""An OpenAI-compatible server whose token times are known exactly, on an event loop whose clock is
+made up.
 
-The loop's time stands still while anything is to do and jumps to the next timer otherwise, so a second of waiting costs
-nothing and every time that the client reports can be compared with `==` up to rounding. Client and server are joined by
-a pair of sockets, on which what one end has written is at the other when the call returns: bytes on a loopback device may
-still be under way on a busy machine, when nothing seems to be left to do.
+The loop's time stands still while anything is to do and jumps to the next timer otherwise, so a
+second of waiting costs nothing and every time that the client reports can be compared with `==` up
+to rounding. Client and server are joined by a pair of sockets, on which what one end has written is
+at the other when the call returns: bytes on a loopback device may still be under way on a busy
+machine, when nothing seems to be left to do.
 """
 
 import asyncio
@@ -30,6 +32,7 @@ class JumpingSelector(selectors.DefaultSelector):
 
 def run_virtual(coroutine):
     """`asyncio.run` on made-up time."""
+
     def make_loop():
         selector = JumpingSelector()
         loop = asyncio.SelectorEventLoop(selector)
@@ -41,14 +44,34 @@ def run_virtual(coroutine):
 
 
 class Script:
-    """What the server does with a request: `first` seconds to the first token, `gap` between chunks of `size` tokens.
+    """What the server does with a request: `first` seconds to the first token, `gap` between chunks
+    of `size` tokens.
 
-    `slots` requests are served at a time; the others wait. `style` is how much the server tells: ids, usage (with every
-    chunk), final (usage at the end), text (nothing).
+    `slots` requests are served at a time; the others wait. `style` is how much the server tells:
+    ids, usage (with every chunk), final (usage at the end), text (nothing).
     """
 
-    def __init__(self, *, first=0.2, gap=0.05, size=1, style="ids", slots=None, refuse=(), fail=0, strict=False, cached=0):
-        self.first, self.gap, self.size, self.style, self.strict, self.cached = first, gap, size, style, strict, cached
+    def __init__(
+        self,
+        *,
+        first=0.2,
+        gap=0.05,
+        size=1,
+        style="ids",
+        slots=None,
+        refuse=(),
+        fail=0,
+        strict=False,
+        cached=0,
+    ):
+        self.first, self.gap, self.size, self.style, self.strict, self.cached = (
+            first,
+            gap,
+            size,
+            style,
+            strict,
+            cached,
+        )
         self.slots = asyncio.Semaphore(slots) if slots else None
         self.refuse, self.fail, self.bodies, self.connections = set(refuse), fail, [], 0
 
@@ -57,7 +80,7 @@ class Script:
         try:
             while head := await reader.readline():
                 length = 0
-                while (line := (await reader.readline()).strip()):
+                while line := (await reader.readline()).strip():
                     name, _, value = line.partition(b":")
                     length = int(value) if name.lower() == b"content-length" else length
                 body = json.loads(await reader.readexactly(length)) if length else None
@@ -75,7 +98,10 @@ class Script:
             return send(writer, 400, "unknown field ignore_eos")
         if len(self.bodies) in self.refuse:
             return send(writer, 503, "busy")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
         if self.slots:
             async with self.slots:
                 await self.stream(path, body, writer)
@@ -88,7 +114,10 @@ class Script:
         if chat:
             event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         prompt = body.get("prompt") or body.get("messages")
-        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": self.cached}}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
         done, total = 0, body["max_tokens"]
         while done < total:
             await asyncio.sleep(self.first if done == 0 else self.gap)

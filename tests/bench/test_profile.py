@@ -1,4 +1,5 @@
-"""`flyweight profile` on a CPU: phases apart, every operator a row, layers marked, traces written."""
+"""`flyweight profile` on a CPU: phases apart, every operator a row, layers marked, traces
+written."""
 
 import gzip
 import json
@@ -25,17 +26,39 @@ def run(*arguments, capsys):
 
 
 def test_both_phases_with_their_operators_layers_and_traces(tiny, tmp_path, capsys):
-    code, out, err = run(tiny, "--input", 12, "--output", 5, "--batch", 2, "--device", "cpu", "-o", tmp_path / "p", capsys=capsys)
-    assert code == 0 and "Operators of prefill" in out and "Operators of decode" in out and "by host time" in out
+    code, out, err = run(
+        tiny,
+        "--input",
+        12,
+        "--output",
+        5,
+        "--batch",
+        2,
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path / "p",
+        capsys=capsys,
+    )
+    assert (
+        code == 0
+        and "Operators of prefill" in out
+        and "Operators of decode" in out
+        and "by host time" in out
+    )
     rows = read([tmp_path / "p" / "result.jsonl"]).rows
     for phase, steps in (("prefill", 1), ("decode", 3)):
         mine = [row for row in rows if row["phase"] == phase]
         layers = {row["operator"]: row["calls"] for row in mine if row["level"] == "layer"}
-        assert layers == {"layer 0": steps, "layer 1": steps}, phase  # a step of the other phase would be one more
+        assert layers == {"layer 0": steps, "layer 1": steps}, (
+            phase
+        )  # a step of the other phase would be one more
         operators = [row for row in mine if row["level"] == "operator"]
         assert any(row["operator"].startswith("aten::") for row in operators)
         assert 0.9 <= sum(row["share"] for row in operators) <= 1.0001
-        assert all(row["self_us"] <= row["total_us"] + 1e-3 and row["kind"] == "host" for row in operators)
+        assert all(
+            row["self_us"] <= row["total_us"] + 1e-3 and row["kind"] == "host" for row in operators
+        )
         assert {"model", "checkpoint", "scheme", "backend", "input", "output"} <= set(mine[0])
         with gzip.open(tmp_path / "p" / f"{phase}.trace.json.gz") as file:
             assert any(event.get("name") == "layer 1" for event in json.load(file)["traceEvents"])
@@ -43,15 +66,36 @@ def test_both_phases_with_their_operators_layers_and_traces(tiny, tmp_path, caps
 
 
 def test_the_seed_layout_has_the_columns_of_the_profiler(tiny, tmp_path, capsys):
-    code, out, _ = run(tiny, "--input", 4, "--output", 1, "--layout", "seed", "--top", 3, "--device", "cpu", "-o", tmp_path,
-                       capsys=capsys)
+    code, out, _ = run(
+        tiny,
+        "--input",
+        4,
+        "--output",
+        1,
+        "--layout",
+        "seed",
+        "--top",
+        3,
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path,
+        capsys=capsys,
+    )
     lines = [line for line in out.splitlines() if line.startswith("|")]
-    assert code == 0 and "| Self CPU %" in lines[0] and "# of Calls" in lines[0] and len(lines) == 2 + 3
+    assert (
+        code == 0
+        and "| Self CPU %" in lines[0]
+        and "# of Calls" in lines[0]
+        and len(lines) == 2 + 3
+    )
     assert "Operators of decode" not in out
 
 
 def test_cold_profiles_the_first_run(tiny, monkeypatch):
-    llm = LLM(tiny, device="cpu", native=False, max_model_len=32, max_num_seqs=1, prefix_cache=False)
+    llm = LLM(
+        tiny, device="cpu", native=False, max_model_len=32, max_num_seqs=1, prefix_cache=False
+    )
     profiler, runs = Profiler(llm, Workload(1, 4, 3)), []
     prefill = profiler.prefill
     monkeypatch.setattr(profiler, "prefill", lambda around: runs.append(around) or prefill(around))
@@ -80,15 +124,30 @@ def test_a_kernel_is_told_on_the_device_and_an_operator_on_both(monkeypatch):
     def event(name, on_device, host, device):
         return Event(name, on_device, 2, host, host, device, device, 0, 0, 8, 8)
 
-    events = (event("aten::mm", False, 10.0, 30.0), event("gemv", True, 0.0, 90.0), event("kernel of mm", True, 0.0, 30.0),
-              event(f"{LAYER}0", False, 5.0, 120.0), event(f"{LAYER}0", True, 0.0, 0.0))
+    events = (
+        event("aten::mm", False, 10.0, 30.0),
+        event("gemv", True, 0.0, 90.0),
+        event("kernel of mm", True, 0.0, 30.0),
+        event(f"{LAYER}0", False, 5.0, 120.0),
+        event(f"{LAYER}0", True, 0.0, 0.0),
+    )
     monkeypatch.setattr(Event, "of", classmethod(lambda cls, one: one))
     rows = rows_of(Averages(*events), "decode")
-    device = {row["operator"]: row["share"] for row in rows if row["kind"] == "device" and row["level"] != "layer"}
+    device = {
+        row["operator"]: row["share"]
+        for row in rows
+        if row["kind"] == "device" and row["level"] != "layer"
+    }
     assert device == {"gemv": 0.75, "kernel of mm": 0.25, "aten::mm": 0.25}
-    host = {row["operator"]: row["share"] for row in rows if row["kind"] == "host" and row["level"] == "operator"}
+    host = {
+        row["operator"]: row["share"]
+        for row in rows
+        if row["kind"] == "host" and row["level"] == "operator"
+    }
     assert host == {"aten::mm": 1.0}
-    assert [row["total_us"] for row in rows if row["level"] == "layer" and row["kind"] == "device"] == [120.0]
+    assert [
+        row["total_us"] for row in rows if row["level"] == "layer" and row["kind"] == "device"
+    ] == [120.0]
 
 
 def test_wrong_options_are_one_line(tiny, capsys):

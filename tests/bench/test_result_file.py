@@ -1,4 +1,5 @@
-"""Result files that a run was cut off while writing: mended before the next row, and nothing else is lost."""
+"""Result files that a run was cut off while writing: mended before the next row, and nothing else
+is lost."""
 
 import json
 

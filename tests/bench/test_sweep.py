@@ -1,4 +1,5 @@
-"""Sweeps of tiny models on this machine's CPU: which rows they leave, and what they do when started again."""
+"""Sweeps of tiny models on this machine's CPU: which rows they leave, and what they do when started
+again."""
 
 import json
 
@@ -17,7 +18,9 @@ from flyweight.report.rows import read_jsonl
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     add_tiny(monkeypatch)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 1 << 14)  # one thread copies it: the bandwidth matters to nobody here
+    monkeypatch.setitem(
+        machine.COPY_BYTES, "cpu", 1 << 14
+    )  # one thread copies it: the bandwidth matters to nobody here
 
 
 @pytest.fixture
@@ -43,15 +46,26 @@ def test_latency_rows_have_the_fields_and_figures_of_the_schema(bench):
     assert code == 0 and len(rows) == 6 and len({row["run_id"] for row in rows}) == 6
     for row in rows:
         assert row["status"] == "ok" and (row["batch"], row["input"], row["output"]) == (2, 8, 6)
-        assert (row["model"], row["checkpoint"], row["weights"], row["backend"]) == ("tiny", "random:0", "random", "native")
-        assert 0 < row["ttft_ms"] <= row["ttft_ms_last"] < 1e3 * row["latency_s"] and row["kv_dtype"] in ("float32", "float16")
+        assert (row["model"], row["checkpoint"], row["weights"], row["backend"]) == (
+            "tiny",
+            "random:0",
+            "random",
+            "native",
+        )
+        assert 0 < row["ttft_ms"] <= row["ttft_ms_last"] < 1e3 * row["latency_s"] and row[
+            "kv_dtype"
+        ] in ("float32", "float16")
         assert row["decode_tok_s"] * row["tpot_ms"] == pytest.approx(2e3, rel=1e-4)
         assert row["overall_tok_s"] == pytest.approx(2 * 14 / row["latency_s"], rel=1e-4)
-        assert row["share_of_limit"] == pytest.approx(row["decode_tok_s"] / row["limit_tok_s"], rel=1e-4)
+        assert row["share_of_limit"] == pytest.approx(
+            row["decode_tok_s"] / row["limit_tok_s"], rel=1e-4
+        )
         assert row["outlier"] in (True, False) and row["weights_gb"] > 0 and row["kv_gb"] > 0
         assert row["start_s"] > 0
     assert {row["repeat"] for row in rows} == {1, 2, 3}
-    assert [row["scheme"] for row in rows] == ["fp32", "w8a8", "w8a8", "fp32", "fp32", "w8a8"], "they take turns"
+    assert [row["scheme"] for row in rows] == ["fp32", "w8a8", "w8a8", "fp32", "fp32", "w8a8"], (
+        "they take turns"
+    )
     assert rows[0]["bits_per_weight"] == 32 and 8 < rows[1]["bits_per_weight"] < 10
     machine = read_jsonl(bench.out).environments[rows[0]["environment"]]
     assert machine["copy_gb_s"] > 0 and machine["command"] and machine["torch"]
@@ -62,9 +76,18 @@ def test_sampled_runs_have_rows_of_their_own_that_say_so(bench):
     for sampling in ((), ("--sampling", "top_k=5, top_p=0.9"), ("--sampling", "top_k=5,top_p=0.9")):
         code, rows, _ = bench(*asked, *sampling, "--no-check" if not sampling else "--check")
         assert code == 0
-    assert [row.get("sampling") for row in rows] == [None, "temperature=1.0,top_k=5,top_p=0.9"], "the third was there"
-    assert rows[1]["backend"] == "native (temperature=1.0, top_k=5, top_p=0.9)" and rows[1]["status"] == "ok"
-    for wrong, message in (("topk=5", "top_k"), ("top_p=much", "top_p=NUMBER"), ("top_p=7", "between")):
+    assert [row.get("sampling") for row in rows] == [None, "temperature=1.0,top_k=5,top_p=0.9"], (
+        "the third was there"
+    )
+    assert (
+        rows[1]["backend"] == "native (temperature=1.0, top_k=5, top_p=0.9)"
+        and rows[1]["status"] == "ok"
+    )
+    for wrong, message in (
+        ("topk=5", "top_k"),
+        ("top_p=much", "top_p=NUMBER"),
+        ("top_p=7", "between"),
+    ):
         code, _, error = bench(*asked, "--sampling", wrong)
         assert code == 2 and message in error
 
@@ -83,13 +106,22 @@ def test_random_weights_are_checked_against_themselves_dequantized(bench):
     _, rows, _ = bench("latency", "preset:tiny:fp32", "preset:tiny:int4", *SHAPE, "--repeats", 1)
     for row in rows:
         assert row["agreement_with"] == "the same weights, dequantized"
-        assert row["agreement"] >= 0.8 and row["check_loss"] <= row["check_bound"], "a near tie may fall either way"
-        assert row["agreement_clear"] == 1.0 and 0 < row["agreement_clear_tokens"] <= row["agreement_tokens"]
-    assert rows[0]["agreement"] == 1.0 and rows[0]["check_loss"] == 0, "float32 weights are what they are"
+        assert row["agreement"] >= 0.8 and row["check_loss"] <= row["check_bound"], (
+            "a near tie may fall either way"
+        )
+        assert (
+            row["agreement_clear"] == 1.0
+            and 0 < row["agreement_clear_tokens"] <= row["agreement_tokens"]
+        )
+    assert rows[0]["agreement"] == 1.0 and rows[0]["check_loss"] == 0, (
+        "float32 weights are what they are"
+    )
 
 
 def test_two_variants_of_the_same_random_weights_are_each_checked(bench):
-    _, rows, error = bench("latency", "a=preset:tiny:int4", "b=preset:tiny:int4", *SHAPE, "--repeats", 1)
+    _, rows, error = bench(
+        "latency", "a=preset:tiny:int4", "b=preset:tiny:int4", *SHAPE, "--repeats", 1
+    )
     assert [row["agreement_clear"] for row in rows] == [1.0, 1.0] and error.count("checking") == 2
 
 
@@ -97,14 +129,39 @@ def test_a_longer_input_makes_a_new_cache_and_keeps_the_weights(bench, monkeypat
     from flyweight.engine import llm
 
     load, loads = llm.load_decoder, []
-    monkeypatch.setattr(llm, "load_decoder", lambda *args, **options: loads.append(options) or load(*args, **options))
-    _, rows, _ = bench("speed", "preset:tiny:fp32", "--input", 4, "--input", 24, "--output", 4, "--repeats", 1, "--no-check")
+    monkeypatch.setattr(
+        llm,
+        "load_decoder",
+        lambda *args, **options: loads.append(options) or load(*args, **options),
+    )
+    _, rows, _ = bench(
+        "speed",
+        "preset:tiny:fp32",
+        "--input",
+        4,
+        "--input",
+        24,
+        "--output",
+        4,
+        "--repeats",
+        1,
+        "--no-check",
+    )
     assert len(loads) == 1 and rows[0]["kv_gb"] < rows[1]["kv_gb"]
 
 
 def test_transformers_runs_the_same_random_weights_and_chooses_the_same_tokens(bench):
-    code, rows, _ = bench("latency", "preset:tiny:fp32", "--backend", "native", "--backend", "transformers", *SHAPE,
-                          "--repeats", 1)
+    code, rows, _ = bench(
+        "latency",
+        "preset:tiny:fp32",
+        "--backend",
+        "native",
+        "--backend",
+        "transformers",
+        *SHAPE,
+        "--repeats",
+        1,
+    )
     ours, theirs = rows
     assert code == 0 and (ours["backend"], theirs["backend"]) == ("native", "transformers")
     assert theirs["agreement"] >= 0.95 and theirs["agreement_with"] == "tiny fp32 on native"
@@ -117,18 +174,33 @@ def half(monkeypatch):
     monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG | dict(dtype="bfloat16"))
 
 
-def test_what_an_engine_cannot_load_is_skipped_with_the_reason_and_not_tried_again(bench, half, monkeypatch):
+def test_what_an_engine_cannot_load_is_skipped_with_the_reason_and_not_tried_again(
+    bench, half, monkeypatch
+):
     read = []
 
     def from_pretrained(folder, **_):
-        read.append(json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"])
+        read.append(
+            json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+        )
         raise ImportError("Loading an AWQ model requires a package.\nInstall it.")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    arguments = ("latency", "preset:tiny:int4", "--backend", "transformers", *SHAPE, "--repeats", 2, "--no-check")
+    arguments = (
+        "latency",
+        "preset:tiny:int4",
+        "--backend",
+        "transformers",
+        *SHAPE,
+        "--repeats",
+        2,
+        "--no-check",
+    )
     code, rows, _ = bench(*arguments)
     assert code == 1 and [row["status"] for row in rows] == ["skipped"]
-    assert rows[0]["reason"].endswith("without another package (Loading an AWQ model requires a package.)")
+    assert rows[0]["reason"].endswith(
+        "without another package (Loading an AWQ model requires a package.)"
+    )
     assert read == ["awq"], "the whole model is not written for a loader that is not there"
     assert bench(*arguments)[1] == rows
     _, rows, _ = bench("latency", "preset:tiny:vptq", *arguments[2:])
@@ -142,21 +214,47 @@ def test_transformers_reads_a_quantized_preset_from_files(bench, half, monkeypat
         config = json.loads((folder / "config.json").read_text())
         folders.append((config["quantization_config"]["bits"], config["hidden_size"]))
         config.pop("quantization_config")
-        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
+        )
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    code, rows, error = bench("latency", "preset:tiny:w8a16", "--backend", "transformers", *SHAPE, "--repeats", 1, "--no-check")
-    assert code == 0 and rows[0]["status"] == "ok" and [bits for bits, _ in folders] == [8, 8], error
+    code, rows, error = bench(
+        "latency",
+        "preset:tiny:w8a16",
+        "--backend",
+        "transformers",
+        *SHAPE,
+        "--repeats",
+        1,
+        "--no-check",
+    )
+    assert code == 0 and rows[0]["status"] == "ok" and [bits for bits, _ in folders] == [8, 8], (
+        error
+    )
 
 
 def test_work_beyond_the_context_is_skipped_and_the_rest_is_measured(bench):
-    _, rows, _ = bench("speed", "preset:tiny:fp32", "--input", 1, "--input", 500, "--output", 4, "--repeats", 1, "--no-check")
+    _, rows, _ = bench(
+        "speed",
+        "preset:tiny:fp32",
+        "--input",
+        1,
+        "--input",
+        500,
+        "--output",
+        4,
+        "--repeats",
+        1,
+        "--no-check",
+    )
     assert [(row["input"], row["status"]) for row in rows] == [(1, "ok"), (500, "skipped")]
     assert "more than the model's context of 128" in rows[1]["reason"]
 
 
 def test_a_failing_run_is_a_row_and_the_sweep_goes_on(bench, monkeypatch):
     from flyweight.backends.native import Native
+
     original = Native.generate
 
     def generate(self, prompts, output):
@@ -165,26 +263,89 @@ def test_a_failing_run_is_a_row_and_the_sweep_goes_on(bench, monkeypatch):
         return original(self, prompts, output)
 
     monkeypatch.setattr(Native, "generate", generate)
-    code, rows, _ = bench("throughput", "preset:tiny:fp32", "--prompts", 3, "--prompts", 2, "--input", 8, "--output", 4,
-                          "--repeats", 1, "--no-check")
-    assert code == 0 and [(row["prompts"], row["status"]) for row in rows] == [(3, "oom"), (2, "ok")]
+    code, rows, _ = bench(
+        "throughput",
+        "preset:tiny:fp32",
+        "--prompts",
+        3,
+        "--prompts",
+        2,
+        "--input",
+        8,
+        "--output",
+        4,
+        "--repeats",
+        1,
+        "--no-check",
+    )
+    assert code == 0 and [(row["prompts"], row["status"]) for row in rows] == [
+        (3, "oom"),
+        (2, "ok"),
+    ]
 
 
 def test_speed_counts_both_ways(bench):
-    _, rows, _ = bench("speed", "preset:tiny:fp32", "preset:tiny:int4", "--input", 1, "--input", 24, "--output", 8,
-                       "--repeats", 1)
-    assert [(row["scheme"], row["input"]) for row in rows] == [("fp32", 1), ("fp32", 24), ("int4", 1), ("int4", 24)]
+    _, rows, _ = bench(
+        "speed",
+        "preset:tiny:fp32",
+        "preset:tiny:int4",
+        "--input",
+        1,
+        "--input",
+        24,
+        "--output",
+        8,
+        "--repeats",
+        1,
+    )
+    assert [(row["scheme"], row["input"]) for row in rows] == [
+        ("fp32", 1),
+        ("fp32", 24),
+        ("int4", 1),
+        ("int4", 24),
+    ]
     for row in rows:
-        assert row["output_tok_s"] == pytest.approx(8 / row["latency_s"], rel=1e-4) and row["decode_tok_s"] > 0
+        assert (
+            row["output_tok_s"] == pytest.approx(8 / row["latency_s"], rel=1e-4)
+            and row["decode_tok_s"] > 0
+        )
         assert row["gpus"] == 1 and row["agreement"] == 1.0
-    assert rows[1]["kv_gb"] > rows[0]["kv_gb"], "the check is of the run's own tokens, and needs no room"
-    _, rows, _ = bench("speed", "preset:tiny:fp16", "--input", 1, "--input", 64, "--output", 8, "--repeats", 1, "--no-check")
+    assert rows[1]["kv_gb"] > rows[0]["kv_gb"], (
+        "the check is of the run's own tokens, and needs no room"
+    )
+    _, rows, _ = bench(
+        "speed",
+        "preset:tiny:fp16",
+        "--input",
+        1,
+        "--input",
+        64,
+        "--output",
+        8,
+        "--repeats",
+        1,
+        "--no-check",
+    )
     assert rows[-1]["kv_gb"] > rows[-2]["kv_gb"], "the cache is that of the length"
 
 
 def test_throughput_counts_requests_and_tokens(bench):
-    _, rows, _ = bench("throughput", "preset:tiny:fp32", "--prompts", 6, "--input", 8, "--output", 4, "--sequences", 2,
-                       "--repeats", 2, "--option", "blocks=64")
+    _, rows, _ = bench(
+        "throughput",
+        "preset:tiny:fp32",
+        "--prompts",
+        6,
+        "--input",
+        8,
+        "--output",
+        4,
+        "--sequences",
+        2,
+        "--repeats",
+        2,
+        "--option",
+        "blocks=64",
+    )
     for row in rows:
         assert row["qps"] == pytest.approx(6 / row["latency_s"], rel=1e-4)
         assert row["total_tok_s"] == pytest.approx(6 * 12 / row["latency_s"], rel=1e-4)
@@ -194,7 +355,18 @@ def test_throughput_counts_requests_and_tokens(bench):
 def test_the_report_reads_what_the_benches_write(bench):
     bench("latency", "original=preset:tiny:fp32", "w8a8=preset:tiny:w8a8", *SHAPE, "--repeats", 3)
     bench("speed", "preset:tiny:fp32", "--input", 4, "--output", 4, "--repeats", 1)
-    bench("throughput", "preset:tiny:fp32", "--prompts", 2, "--input", 4, "--output", 4, "--repeats", 1)
+    bench(
+        "throughput",
+        "preset:tiny:fp32",
+        "--prompts",
+        2,
+        "--input",
+        4,
+        "--output",
+        4,
+        "--repeats",
+        1,
+    )
     results = read([bench.out])
     assert {row["bench"] for row in results.rows} == {"latency", "speed", "throughput"}
     cli_report = bench.out.with_suffix(".md")
@@ -204,14 +376,24 @@ def test_the_report_reads_what_the_benches_write(bench):
     assert exit.value.code == 0 and "batch_size=2, input_len=8" in text and "over original" in text
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["latency", "preset:tiny", "--workload", "interactve"], "did you mean 'interactive'?"),
-    (["latency", "preset:tiny", "--batch", "2"], "needs --batch, --input and --output"),
-    (["latency", "preset:tiny", "--backend", "natve"], "unknown backend 'natve'; did you mean 'native'?"),
-    (["latency", "preset:tiny", "preset:tiny"], "two variants would be called 'bf16'"),
-    (["latency", "=preset:tiny"], "NAME=MODEL"), (["latency", "preset:tiny", "--option", "blocks"], "KEY=VALUE"),
-    (["latency", "preset:tiny", "--tensor-parallel", "2"], "--backend vllm --tensor-parallel 2"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["latency", "preset:tiny", "--workload", "interactve"], "did you mean 'interactive'?"),
+        (["latency", "preset:tiny", "--batch", "2"], "needs --batch, --input and --output"),
+        (
+            ["latency", "preset:tiny", "--backend", "natve"],
+            "unknown backend 'natve'; did you mean 'native'?",
+        ),
+        (["latency", "preset:tiny", "preset:tiny"], "two variants would be called 'bf16'"),
+        (["latency", "=preset:tiny"], "NAME=MODEL"),
+        (["latency", "preset:tiny", "--option", "blocks"], "KEY=VALUE"),
+        (
+            ["latency", "preset:tiny", "--tensor-parallel", "2"],
+            "--backend vllm --tensor-parallel 2",
+        ),
+    ],
+)
 def test_mistakes_are_named_before_anything_is_loaded(bench, arguments, message):
     code, rows, error = bench(*arguments)
     assert code == 2 and rows == [] and message in error
@@ -236,10 +418,19 @@ def test_the_facts_of_a_gpu_are_asked_for_at_once(monkeypatch):
     from flyweight.bench import environment
 
     asked = []
-    monkeypatch.setattr(environment, "nvidia", lambda query: asked.append(query) or
-                        "580.95.05, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz, 700.00 W")
-    assert environment.gpu_facts() == {"driver": "580.95.05", "clocks": "1980 MHz, 3201 MHz",
-                                       "clocks_most": "1980 MHz, 3201 MHz", "power_limit": "700.00 W"}
+    monkeypatch.setattr(
+        environment,
+        "nvidia",
+        lambda query: (
+            asked.append(query) or "580.95.05, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz, 700.00 W"
+        ),
+    )
+    assert environment.gpu_facts() == {
+        "driver": "580.95.05",
+        "clocks": "1980 MHz, 3201 MHz",
+        "clocks_most": "1980 MHz, 3201 MHz",
+        "power_limit": "700.00 W",
+    }
     assert len(asked) == 1
     monkeypatch.setattr(environment, "nvidia", lambda query: None)
     assert set(environment.gpu_facts().values()) == {None}
@@ -254,8 +445,16 @@ def test_whoever_else_keeps_the_gpu_busy_is_noticed(told, percent, monkeypatch, 
     assert ("97 % busy" in capsys.readouterr().err) == (percent == 97)
 
 
-@pytest.mark.parametrize("word, told", [("/usr/lib/flyweight", "flyweight"), ("--out=/a/b.jsonl", "--out=b.jsonl"),
-                                        ("awq=/models/qwen", "awq=qwen"), ("out/b.jsonl", "out/b.jsonl"), ("--seed", "--seed")])
+@pytest.mark.parametrize(
+    "word, told",
+    [
+        ("/usr/lib/flyweight", "flyweight"),
+        ("--out=/a/b.jsonl", "--out=b.jsonl"),
+        ("awq=/models/qwen", "awq=qwen"),
+        ("out/b.jsonl", "out/b.jsonl"),
+        ("--seed", "--seed"),
+    ],
+)
 def test_a_row_tells_the_command_without_the_folders_of_this_machine(word, told):
     from flyweight.bench import environment
 

@@ -42,8 +42,12 @@ def test_the_figures_of_a_batch_by_hand():
     run = Run(10.0, 13.0, (answer(11.0, 0.5, 5, arrival=10.0), answer(11.0, 0.5, 5, arrival=10.0)))
     figures = batch_figures(run, input=100, output=5)
     assert figures["latency_s"] == 3.0 and figures["ttft_ms"] == figures["ttft_ms_last"] == 1000.0
-    assert figures["decode_tok_s"] == pytest.approx(4.0) and figures["tpot_ms"] == pytest.approx(500.0)
-    assert figures["overall_tok_s"] == pytest.approx(2 * 105 / 3) and figures["input_tok_s"] == pytest.approx(200.0)
+    assert figures["decode_tok_s"] == pytest.approx(4.0) and figures["tpot_ms"] == pytest.approx(
+        500.0
+    )
+    assert figures["overall_tok_s"] == pytest.approx(2 * 105 / 3) and figures[
+        "input_tok_s"
+    ] == pytest.approx(200.0)
     assert figures["qps"] == pytest.approx(2 / 3)
 
 
@@ -56,14 +60,27 @@ def test_warm_up_goes_on_until_two_runs_agree():
 
 
 def test_variants_take_turns_and_each_round_begins_with_another():
-    assert list(turns("abc", 3)) == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "a"), (1, "c"), (2, "c"), (2, "a"), (2, "b")]
+    assert list(turns("abc", 3)) == [
+        (0, "a"),
+        (0, "b"),
+        (0, "c"),
+        (1, "b"),
+        (1, "a"),
+        (1, "c"),
+        (2, "c"),
+        (2, "a"),
+        (2, "b"),
+    ]
     assert list(turns([], 3)) == []
 
 
 def test_prompts_are_random_ids_that_the_seed_tells():
     one = random_prompts(2, 50, vocabulary=1000, seed=seed_from(0, "base", 1))
     assert one == random_prompts(2, 50, vocabulary=1000, seed=seed_from(0, "base", 1))
-    assert one != random_prompts(2, 50, vocabulary=1000, seed=seed_from(0, "base", 2)) and one[0] != one[1]
+    assert (
+        one != random_prompts(2, 50, vocabulary=1000, seed=seed_from(0, "base", 2))
+        and one[0] != one[1]
+    )
     assert all(10 <= token < 1000 for prompt in one for token in prompt) and len(set(one[0])) > 30
 
 
@@ -76,7 +93,9 @@ def test_a_spread_is_told_from_ten_samples_on():
 
 def test_outliers_are_flagged_by_the_stated_rule():
     assert outliers([1.0, 1.01, 0.99, 1.0, 2.0]) == [False, False, False, False, True]
-    assert outliers([1.0, 1.0, 1.0, 1.01]) == [False] * 4, "one per cent is nothing, however steady the others are"
+    assert outliers([1.0, 1.0, 1.0, 1.01]) == [False] * 4, (
+        "one per cent is nothing, however steady the others are"
+    )
     assert outliers([1.0, 9.0]) == [False, False]
 
 
@@ -89,6 +108,10 @@ def test_a_run_whose_steps_change_is_flagged():
 
     steady, taken_away = [0.028] * 40 + [0.9], [0.028] * 20 + [0.059] * 20
     assert unsteady(Run(0.0, 9.0, (run(steady),))) == [], "one late step is no rule"
-    assert unsteady(Run(0.0, 9.0, (run(taken_away),))) == ["not steady: its steps took 28 to 59 ms (p10 to p90)"]
+    assert unsteady(Run(0.0, 9.0, (run(taken_away),))) == [
+        "not steady: its steps took 28 to 59 ms (p10 to p90)"
+    ]
     assert unsteady(Run(0.0, 9.0, (run(taken_away[:5]),))) == [], "too few to tell"
-    assert unsteady(Run(0.0, 9.0, (run(taken_away), run(steady)))) == [], "prompts of others lie between"
+    assert unsteady(Run(0.0, 9.0, (run(taken_away), run(steady)))) == [], (
+        "prompts of others lie between"
+    )

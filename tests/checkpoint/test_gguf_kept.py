@@ -12,6 +12,7 @@ from flyweight.checkpoint.gguf import GGUF, parts_of
 from flyweight.checkpoint.gguf_blocks import TYPES, read_blocks
 from flyweight.checkpoint.hub import resolve
 from flyweight.errors import CheckpointError, OptionError
+from flyweight.kernels.native import library
 from flyweight.tensors import IntGroup, Plain
 
 Types = gguf.GGMLQuantizationType
@@ -20,6 +21,7 @@ SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # those that the gguf package 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
+    library.why_not()  # loads the kernels: to compile them into a cache of its own takes long
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -75,7 +77,6 @@ def test_q4_0_and_q8_0_are_integers_that_every_kernel_knows(tmp_path):
 def test_the_native_kernels_answer_as_transformers_does(tmp_path, name, tied):
     from transformers import AutoModelForCausalLM
 
-    from flyweight.kernels.native import library
     from flyweight.models import native
 
     if library.why_not():

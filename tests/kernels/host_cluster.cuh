@@ -1,4 +1,5 @@
 // cluster.cuh for a host (see host_cuda.cuh): the CTAs of a cluster are neighbours.
+#include <thread>
 struct Cluster { int arrived = 0; unsigned turn = 0; };
 static Cluster clusters[256];
 static u8* memory_of[256];

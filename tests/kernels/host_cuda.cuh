@@ -1,28 +1,19 @@
 // common.cuh for a host: the kernels' own sources, compiled by a C++ compiler and run on a CPU.
 //
-// A CTA is a thread of the host, its CUDA threads are fibers of that; a fiber gives way wherever threads wait for each other.
-// So `__shared__` is thread_local, and CTAs run at the same time, as on a GPU. What common.cuh does with instructions is done
-// here in plain C++, with the registers of a warp laid out as the PTX ISA says. Copies check their alignment; a warp or CTA that
-// waits for ever is reported. What this cannot show: dependent launches, and what memory does without fences.
+// host_grid.hpp comes before it: a CTA is a thread of the host, its CUDA threads are fibers of that. So `__shared__` is
+// thread_local. What common.cuh does with instructions is done here in plain C++, with the registers of a warp laid out as the
+// PTX ISA says. Copies check their alignment; a warp or CTA that waits for ever is reported. What this cannot show: dependent
+// launches, and what memory does without fences.
 #ifndef COMMON
 #define COMMON
 #include <algorithm>
-#include <ucontext.h>
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
 #ifndef FP16
 #define FP16 0
 #endif
@@ -40,14 +31,6 @@ typedef unsigned long long u64;
 #define ON_THE_HOST
 struct Patience { void poll() {} };  // give_way counts
 
-// Words must lie aligned in memory, as on a GPU: the compiler checks every address (-fsanitize=alignment). What lies on a fiber's
-// stack is a thread's registers, which have none.
-struct SourcePlace { const char* file; u32 line, column; };
-static SourcePlace misaligned;  // the last such load or store of this launch
-static thread_local uintptr_t registers_begin, registers_end;
-extern "C" void __ubsan_handle_type_mismatch_v1(const SourcePlace* place, uintptr_t address) {
-  if (address < registers_begin || address >= registers_end) misaligned = *place;
-}
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
@@ -95,28 +78,10 @@ DEVICE u32 bytes_or_signs(u32 a, u32 b, u32 order) {
   return r;
 }
 
-// ---- fibers: the threads of a CTA ----
-struct Meeting { int arrived = 0; unsigned turn = 0; };
-struct Index { u32 x = 0, y = 0, z = 0; };
-struct Cta {
-  std::vector<ucontext_t> fibers;
-  std::vector<char> over;
-  ucontext_t scheduler;
-  int at = 0;
-  long long waits = 0;
-  Meeting all, named[16];
-  std::vector<Meeting> warps;
-  std::vector<u64> exchange[6];  // of each thread, for what a warp does together
-};
-static thread_local Cta* cta;
-static thread_local Index threadIdx, blockIdx;
-static Index gridDim, blockDim;
-static std::function<void()> kernel_call;
-
+// ---- the threads of a CTA ----
 DEVICE void give_way() {
   if (++cta->waits > 400'000'000) fprintf(stderr, "CTA %u, %u waits for ever (thread %d)\n", blockIdx.x, blockIdx.y, cta->at), abort();
-  swapcontext(&cta->fibers[cta->at], &cta->scheduler);
-  threadIdx.x = cta->at;
+  pause_fiber();
 }
 DEVICE void meet(Meeting& m, int count) {
   const unsigned turn = m.turn;
@@ -165,47 +130,10 @@ DEVICE u32 __reduce_max_sync(u32, u32 v) {
   share(mine, found);
   return (u32)*std::max_element(found, found + 32);
 }
-static void fiber_main() {
-  kernel_call();
-  cta->over[cta->at] = 1;
-  swapcontext(&cta->fibers[cta->at], &cta->scheduler);
-}
-static void run_cta(int x, int y) {
-  constexpr size_t STACK = 256 << 10;
-  Cta mine;
-  cta = &mine;
-  blockIdx.x = x, blockIdx.y = y;
-  const int threads = blockDim.x;
-  mine.fibers.resize(threads), mine.over.assign(threads, 0), mine.warps.resize(threads / 32);
-  for (auto& values : mine.exchange) values.resize(threads);
-  std::unique_ptr<char[]> stacks(new char[STACK * threads]);  // not written to: most of it is never used
-  registers_begin = (uintptr_t)stacks.get(), registers_end = registers_begin + STACK * threads;
-  for (int i = 0; i < threads; i++) {
-    getcontext(&mine.fibers[i]);
-    mine.fibers[i].uc_stack.ss_sp = &stacks[STACK * i], mine.fibers[i].uc_stack.ss_size = STACK;
-    mine.fibers[i].uc_link = nullptr;
-    makecontext(&mine.fibers[i], fiber_main, 0);
-  }
-  for (int left = threads; left;) {
-    left = 0;
-    for (int i = 0; i < threads; i++)
-      if (!mine.over[i]) mine.at = threadIdx.x = i, left++, swapcontext(&mine.scheduler, &mine.fibers[i]);
-  }
-}
 template <class... A, size_t... I> static void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
   kernel(*(A*)args[I]...);
 }
 template <class... A> static void call_with(void (*kernel)(A...), void** args) { call(kernel, args, std::index_sequence_for<A...>()); }
-// 0, or a line of the source that used a misaligned address
-template <class K> static int run_grid(K kernel, int x, int y, int block, void** args) {
-  misaligned = {};
-  gridDim.x = x, gridDim.y = y, blockDim.x = block;
-  kernel_call = [=] { call_with(kernel, args); };
-  std::vector<std::thread> ctas;
-  for (int i = 0; i < x * y; i++) ctas.emplace_back(run_cta, i % x, i / x);
-  for (auto& one : ctas) one.join();
-  return misaligned.line;
-}
 
 // ---- 16-bit and 8-bit floats ----
 #ifdef __x86_64__

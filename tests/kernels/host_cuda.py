@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import torch
 
 from flyweight import gpu
-from flyweight.kernels import jit
+from flyweight.kernels import compiler, jit
 from flyweight.kernels.attention import prefill, rope
 from flyweight.kernels.vptq import decode
 
+HERE = Path(__file__).parent
 INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh", "cluster.cuh": "host_cluster.cuh"}
 HOST = gpu.Gpu(9, 0, 5, 232448, 233472)  # Hopper, with as many processors as a launch has CTAs for a whole GPU
 OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
@@ -29,7 +30,7 @@ ALIGNED = {"attention.cu", "qkv_attention.cu", "rope.cu", "sample.cu", "delta.cu
 
 def source(file: str) -> str:
     """With everything it includes written out."""
-    path = Path(__file__).parent / INSTEAD[file] if file in INSTEAD else jit.SOURCES / file
+    path = HERE / INSTEAD[file] if file in INSTEAD else compiler.SOURCES / file
     lines = path.read_text().splitlines()
     return "\n".join(source(line.split('"')[1]) if line.startswith('#include "') else line for line in lines)
 
@@ -70,35 +71,44 @@ class Host:
 
     def kernel(self, file: str, flags: list[str], name: str) -> Kernel:
         entry = f'\nextern "C" __attribute__((visibility("default"))) int run_{name}(int x, int y, int block, void** args) {{'
-        entry += f"\n  return run_grid({name}, x, y, block, args);\n}}\n"
+        entry += f"\n  return run_grid([](void** own) {{ call_with({name}, own); }}, x, y, block, args);\n}}\n"
         path = self.folder / hashlib.sha256("".join([file, name, *flags]).encode()).hexdigest()[:20]
         if not path.with_suffix(".so").exists():
             path.with_suffix(".cpp").write_text(source(file) + entry)
             checks = ["-fsanitize=alignment"] if file in ALIGNED else []
-            made = path.with_suffix(f".{os.getpid()}.so")  # another worker may make the same one
-            headers = ["-include", str(self.headers(checks))]
-            subprocess.run([COMPILER, *FLAGS, *checks, *headers, *flags, "-shared", "-o", made, path.with_suffix(".cpp")], check=True)
-            made.replace(path.with_suffix(".so"))
+            made = path.with_suffix(".so")
+            self.compile(made, [*checks, "-include", self.headers(checks), *flags, "-shared", path.with_suffix(".cpp"), self.grid()])
         return Kernel(path, name)
 
     def headers(self, checks: list[str]) -> Path:
-        """The library's headers, read once for all kernels: they are two thirds of a second of each."""
+        """What all kernels read, read once: the library's headers, and how a grid runs."""
         path = self.folder / f"library{len(checks)}.hpp"
         made = path.with_suffix(".hpp.gch")
         if not made.exists():
-            lines = [line for file in INSTEAD.values() for line in (Path(__file__).parent / file).read_text().splitlines()
+            lines = [line for file in INSTEAD.values() for line in (HERE / file).read_text().splitlines()
                      if line.startswith("#include <")]
-            path.write_text("\n".join(lines) + "\n")
-            own = made.with_suffix(f".{os.getpid()}")
-            subprocess.run([COMPILER, *FLAGS, *checks, "-x", "c++-header", "-o", own, path], check=True)
-            own.replace(made)
+            path.write_text("\n".join([*lines, (HERE / "host_grid.hpp").read_text()]))
+            self.compile(made, [*checks, "-x", "c++-header", path])
         return path
+
+    def grid(self) -> Path:
+        """What runs a grid of any kernel."""
+        made = self.folder / "grid.o"
+        if not made.exists():
+            self.compile(made, ["-c", HERE / "host_grid.cpp"])
+        return made
+
+    def compile(self, made: Path, arguments: list) -> None:
+        """Written beside and renamed: another worker may make the same one."""
+        own = made.with_suffix(f".{os.getpid()}")
+        subprocess.run([COMPILER, *FLAGS, *arguments, "-o", own], check=True)
+        own.replace(made)
 
 
 def pretend(monkeypatch, folder: Path) -> None:
     """From here on kernels run on the CPU, as on a Hopper GPU with few processors."""
     monkeypatch.setattr(jit, "load", Host(folder).load)
-    monkeypatch.setattr(jit, "tensor_map", tensor_map)
+    monkeypatch.setattr(prefill, "tensor_map", tensor_map)
     monkeypatch.setattr(gpu, "of", lambda device: HOST)
     for module in (prefill, rope, decode):  # which keep their kernels
         monkeypatch.setattr(module, "_kernel", module._kernel.__wrapped__)

@@ -1,6 +1,7 @@
 // wgmma.cuh for a host (see host_cuda.cuh). A product is done as late as it may be, when a wait asks for it: a stage that is given
 // back too early, or a sum that is read too early, shows.
 #include <deque>
+#include <functional>
 DEVICE u64 matrix_descriptor(const void* p, u32 row_step) { return (u64)(uintptr_t)p >> 4 | (u64)(row_step >> 4) << 44; }
 DEVICE void store_relaxed(uint4* p, uint4 v) {
   for (int i = 0; i < 4; i++) __atomic_store_n((u32*)p + i, ((const u32*)&v)[i], __ATOMIC_RELAXED);

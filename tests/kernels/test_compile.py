@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flyweight.gpu import GPUS
-from flyweight.kernels import jit
+from flyweight.kernels import compiler, jit
 from flyweight.kernels.attention import prefill
 from flyweight.kernels.linear import gemm, gemv_cluster, tiles
 from flyweight.kernels.linear.format import FORMATS
@@ -220,11 +220,11 @@ def cases_of(arch):
 def test_kernels_compile_without_a_gpu(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
     for file, defines in cases_of(arch):
-        assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
+        assert compiler.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
 
 
 def test_kernels_without_a_body_before_hopper_are_known():
-    found = {path.name for path in jit.SOURCES.glob("*.cu") if re.search(r"#if __CUDA_ARCH__ >= 900", path.read_text())}
+    found = {path.name for path in compiler.SOURCES.glob("*.cu") if re.search(r"#if __CUDA_ARCH__ >= 900", path.read_text())}
     assert found == HOPPER
 
 
@@ -254,7 +254,7 @@ def test_products_of_many_rows_have_registers_enough(kind, monkeypatch):
             options = ProgramOptions(std="c++17", arch="sm_90a", max_register_count=registers, define_macro=flags,
                                      ptxas_options="-v")
             log = io.StringIO()
-            Program(jit._source(file), code_type="c++", options=options).compile("cubin", logs=log)
+            Program(compiler.source_of(file), code_type="c++", options=options).compile("cubin", logs=log)
             assert "serialized" not in log.getvalue() and " 0 bytes stack frame" in log.getvalue(), (shape, log.getvalue())
         return jit.Unlaunched()
 
@@ -270,15 +270,15 @@ def test_products_of_many_rows_have_registers_enough(kind, monkeypatch):
 def test_a_cubin_is_compiled_once_and_then_read_from_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
     file, defines = CASES[6]
-    cubin = jit.compile_cubin(file, defines, "sm_80")
+    cubin = compiler.compile_cubin(file, defines, "sm_80")
     (stored,) = (tmp_path / "kernels").iterdir()
     stored.write_bytes(b"from disk")
-    assert jit.compile_cubin(file, defines, "sm_80") == b"from disk"
-    assert jit.compile_cubin(file, defines, "sm_90a") not in (b"from disk", cubin)
+    assert compiler.compile_cubin(file, defines, "sm_80") == b"from disk"
+    assert compiler.compile_cubin(file, defines, "sm_90a") not in (b"from disk", cubin)
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_log(tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    with pytest.raises(jit.KernelError, match=r"gemv\.cu does not compile for sm_90a with FORMAT=1(.|\n)*KDIM"):
-        jit.compile_cubin("gemv.cu", {"FORMAT": 1}, "sm_90a")
+    with pytest.raises(compiler.KernelError, match=r"gemv\.cu does not compile for sm_90a with FORMAT=1(.|\n)*KDIM"):
+        compiler.compile_cubin("gemv.cu", {"FORMAT": 1}, "sm_90a")
     assert not (tmp_path / "kernels").exists()

@@ -94,6 +94,17 @@ def test_other_weights_and_machines_take_the_float32_path(fast, monkeypatch, cas
     assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-6
 
 
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_every_part_of_a_weight_is_asked_whether_it_fits_16_bits(monkeypatch, rows):
+    monkeypatch.setattr(cpu, "COMPARED", rows * 64)
+    weight = torch.randn(100, 64).bfloat16().float() * 2.0**-20
+    assert cpu.half_shift(weight.half().float()) == 0
+    assert cpu.half_shift(weight) > 0
+    weight[-1, -1] = torch.finfo(torch.float16).max * 4  # too far from the others to bring both in
+    assert cpu.half_shift(weight) is None
+    assert cpu.half_shift(torch.zeros(0, 64)) == cpu.half_shift(torch.zeros(2, 64)) == 0
+
+
 def test_a_processor_without_vector_code_for_integers_dequantizes_once(fast, monkeypatch):
     monkeypatch.setattr(cpu, "has_integers", lambda: False)
     for tensor in (Int8Channel.random((48, 64)), IntGroup.random((48, 64), group_size=32)):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from flyweight.gpu import GPUS
-from flyweight.kernels import dependent_launch, jit
+from flyweight.kernels import compiler, dependent_launch
 from flyweight.kernels.dependent_launch import Capture, Counters, Link
 from flyweight.kernels.imitation import Launched
 
@@ -95,7 +95,7 @@ def test_only_gpus_before_hopper_count():
 
 def test_every_source_with_counters_takes_them():
     """A source of the list has the parameters, begins and ends with them; another has none of them."""
-    for path in jit.SOURCES.glob("*.cu"):
+    for path in compiler.SOURCES.glob("*.cu"):
         text = path.read_text()
         counts = path.name in dependent_launch.SOURCES
         for word in ("LAUNCH_ARGUMENTS", "BEGIN_LAUNCH;", "end_launch("):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flyweight.kernels import jit
+from flyweight.kernels import compiler
 from flyweight.kernels.attention.decode import HeadShape
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
@@ -24,4 +24,4 @@ def test_head_shapes_compile_without_a_gpu(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
     for shape, more in CASES:
         defines = shape.defines | dict(FP16=0, SHORTEST=256) | more
-        assert jit.compile_cubin("attention.cu", defines, arch)[:4] == b"\x7fELF"
+        assert compiler.compile_cubin("attention.cu", defines, arch)[:4] == b"\x7fELF"

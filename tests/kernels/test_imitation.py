@@ -6,7 +6,7 @@ import torch
 from flyweight import gpu, machine
 from flyweight.errors import OptionError
 from flyweight.gpu import GPUS, Gpu
-from flyweight.kernels import imitation, jit, library
+from flyweight.kernels import compiler, imitation, jit, library
 
 H200 = GPUS["sm_90a"]
 ROPE = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
@@ -82,14 +82,14 @@ def test_results_say_that_they_are_an_imitations(on_an_h200):
 def test_ptx_is_of_the_virtual_architecture_and_kept_apart(tmp_path, monkeypatch):
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    codes = {arch: jit.compile_cubin("rope.cu", ROPE, arch) for arch in ("compute_80", "compute_89", "sm_80")}
+    codes = {arch: compiler.compile_cubin("rope.cu", ROPE, arch) for arch in ("compute_80", "compute_89", "sm_80")}
     assert library.target_of(codes["compute_80"]) == "sm_80"
     assert library.target_of(codes["compute_89"]) == "sm_89"
     assert library.target_of(codes["sm_80"]) == "cubin"
     assert sorted(path.suffix for path in (tmp_path / "kernels").iterdir()) == [".cubin", ".ptx", ".ptx"]
-    assert jit.compile_cubin("rope.cu", ROPE, "compute_80") == codes["compute_80"], "from the cache"
-    with pytest.raises(jit.KernelError, match="does not compile for compute_80"):
-        jit.compile_cubin("rope.cu", {}, "compute_80")
+    assert compiler.compile_cubin("rope.cu", ROPE, "compute_80") == codes["compute_80"], "from the cache"
+    with pytest.raises(compiler.KernelError, match="does not compile for compute_80"):
+        compiler.compile_cubin("rope.cu", {}, "compute_80")
 
 
 @pytest.mark.parametrize(("asked", "reason"), [

@@ -8,7 +8,7 @@ import torch
 
 from flyweight import gpu
 from flyweight.gpu import GPUS
-from flyweight.kernels import jit
+from flyweight.kernels import compiler, jit
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -92,7 +92,7 @@ def test_launches_wait_for_their_turn_on_a_gpu_before_hopper(kernel, monkeypatch
 
 def test_a_launch_that_fails_says_what_was_asked_for(kernel):
     kernel._driver.status = 701
-    with pytest.raises(jit.KernelError, match=r"example was not launched \(grid 9, 256 threads.*701"):
+    with pytest.raises(compiler.KernelError, match=r"example was not launched \(grid 9, 256 threads.*701"):
         kernel.launch(9, 256, (None, None, 1, 1.0))
 
 

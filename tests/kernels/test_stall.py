@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from flyweight.kernels import jit, stall
+from flyweight.kernels import compiler, stall
 
 # Loops that wait for another CTA: what they read, and where they may be.
 READS = re.compile(r"while \(.*(missing<|!all\b|!all_here|load_acquire)")
@@ -14,7 +14,7 @@ READS = re.compile(r"while \(.*(missing<|!all\b|!all_here|load_acquire)")
 def test_every_wait_for_another_cta_has_an_end():
     """A new loop that polls memory counts its polls, too."""
     waits = 0
-    for path in sorted(jit.SOURCES.glob("*.cu*")):
+    for path in sorted(compiler.SOURCES.glob("*.cu*")):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
             if READS.search(line):
@@ -60,5 +60,5 @@ def test_modules_that_wait_have_a_word_to_leave_and_others_have_none(arch, tmp_p
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
     routes = dict(FP16=0, KDIM=3584, EXPERTS=64, CHOSEN=8, GATE=1, NORMALIZE=0, ROWS=1, TILE=1, BY_TOKEN=1, EARLY=1)
-    assert stall.SYMBOL in jit.compile_cubin("route.cu", routes, arch)
-    assert stall.SYMBOL not in jit.compile_cubin("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256), arch)
+    assert stall.SYMBOL in compiler.compile_cubin("route.cu", routes, arch)
+    assert stall.SYMBOL not in compiler.compile_cubin("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256), arch)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flyweight.gpu import GPUS
-from flyweight.kernels import jit, reference
+from flyweight.kernels import compiler, reference
 from flyweight.kernels.vptq import gather
 from flyweight.kernels.vptq import layout as vptq_layout
 from flyweight.kernels.vptq import linear as vptq
@@ -228,7 +228,7 @@ def rows_shape(tokens, warps, paired=False):
 def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    assert jit.compile_cubin(file, COMMON | defines, arch)
+    assert compiler.compile_cubin(file, COMMON | defines, arch)
 
 
 @pytest.mark.parametrize(("tokens", "warps", "paired"), [
@@ -239,5 +239,5 @@ def test_products_are_in_flight_while_the_next_weights_are_looked_up(tokens, war
     defines = [(name, str(value)) for name, value in (COMMON | rows_shape(tokens, warps, paired)).items()]
     options = core.ProgramOptions(std="c++17", arch="sm_90a", define_macro=defines)
     log = io.StringIO()
-    core.Program(jit._source("vptq_rows.cu"), code_type="c++", options=options).compile("cubin", logs=log)
+    core.Program(compiler.source_of("vptq_rows.cu"), code_type="c++", options=options).compile("cubin", logs=log)
     assert "serialized" not in log.getvalue()

@@ -1,4 +1,5 @@
-"""LoRA adapters give what the same adapters merged into the weights give, alone and side by side."""
+"""LoRA adapters give what the same adapters merged into the weights give, alone and side by
+side."""
 
 import json
 
@@ -40,10 +41,20 @@ def logits(decoder, sequences, slots=None, *, last_only=False):
         counts = torch.tensor([len(tokens) for tokens in sequences])
         chosen = torch.tensor(slots, dtype=torch.int32).repeat_interleave(counts)
     tokens = [token for sequence in sequences for token in sequence]
-    batch = Batch(torch.tensor(tokens), torch.cat([torch.arange(len(t)) for t in sequences]), torch.tensor(at),
-                  tables, starts, [len(t) for t in sequences], torch.tensor(wanted), chosen)
+    batch = Batch(
+        torch.tensor(tokens),
+        torch.cat([torch.arange(len(t)) for t in sequences]),
+        torch.tensor(at),
+        tables,
+        starts,
+        [len(t) for t in sequences],
+        torch.tensor(wanted),
+        chosen,
+    )
     size = (page, 4, config.kv_heads, config.head_dim)
-    return decoder.forward(batch, [KVStorage(torch.zeros(size), torch.zeros(size)) for _ in range(config.layers)])
+    return decoder.forward(
+        batch, [KVStorage(torch.zeros(size), torch.zeros(size)) for _ in range(config.layers)]
+    )
 
 
 def model_and_shapes(name, names=LINEARS):
@@ -65,7 +76,9 @@ def test_an_adapter_gives_what_merged_weights_give(name, tmp_path):
     tokens = tokens_of(19)
     found = logits(adapted, [tokens], [0])
     assert_same_logits(found, logits(with_merged(model, deltas), [tokens]))
-    assert (found - logits(adapted, [tokens], [NOBODY])).abs().max() > 0.1  # the adapter does something
+    assert (
+        found - logits(adapted, [tokens], [NOBODY])
+    ).abs().max() > 0.1  # the adapter does something
 
 
 @pytest.mark.parametrize("last_only", [False, True], ids=["every token", "the last tokens"])
@@ -78,8 +91,16 @@ def test_several_adapters_and_none_in_one_step(tmp_path, last_only):
     adapted = load(weights, {"a": tmp_path / "a", "b": tmp_path / "b"})
     sequences = [tokens_of(count, seed=count) for count in (7, 12, 5, 9)]
     found = logits(adapted, sequences, [1, NOBODY, 0, 1], last_only=last_only)
-    models = [with_merged(model, second), load(DictWeights.of(model)), with_merged(model, first), with_merged(model, second)]
-    expected = [logits(one, [tokens], last_only=last_only) for one, tokens in zip(models, sequences, strict=True)]
+    models = [
+        with_merged(model, second),
+        load(DictWeights.of(model)),
+        with_merged(model, first),
+        with_merged(model, second),
+    ]
+    expected = [
+        logits(one, [tokens], last_only=last_only)
+        for one, tokens in zip(models, sequences, strict=True)
+    ]
     assert_same_logits(found, torch.cat(expected))
 
 
@@ -95,23 +116,44 @@ def test_rows_without_an_adapter_are_not_touched_by_one_that_overflows(tmp_path)
 def test_an_adapter_over_quantized_weights(tmp_path):
     model, shapes = model_and_shapes("llama")
     deltas = write_adapter(tmp_path / "a", shapes)
-    linears = {module: IntGroup.random(shape, 3, group_size=16, dtype=torch.float32) for module, shape in shapes.items()}
+    linears = {
+        module: IntGroup.random(shape, 3, group_size=16, dtype=torch.float32)
+        for module, shape in shapes.items()
+    }
     adapted = load(DictWeights.of(model, linears), {"a": tmp_path / "a"})
-    weights = DictWeights.of(model, {module: Plain((tensor.dequantize().double() + deltas[module]).float())
-                                     for module, tensor in linears.items()})
+    weights = DictWeights.of(
+        model,
+        {
+            module: Plain((tensor.dequantize().double() + deltas[module]).float())
+            for module, tensor in linears.items()
+        },
+    )
     tokens = tokens_of(15)
     # the product with 4-bit weights may round its inputs to bfloat16 on a CPU
-    assert torch.allclose(logits(adapted, [tokens], [0]), logits(load(weights), [tokens]), atol=0.05, rtol=0.02)
+    assert torch.allclose(
+        logits(adapted, [tokens], [0]), logits(load(weights), [tokens]), atol=0.05, rtol=0.02
+    )
 
 
-@pytest.mark.parametrize("options", [
-    dict(use_rslora=True), dict(lora_alpha=5), dict(rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 7}),
-    dict(alpha_pattern={"mlp.down_proj": 1, r"layers\.1\.self_attn\.o_proj": 2}),
-], ids=["rslora", "alpha", "patterns of one name", "patterns of longer names"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(use_rslora=True),
+        dict(lora_alpha=5),
+        dict(rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 7}),
+        dict(alpha_pattern={"mlp.down_proj": 1, r"layers\.1\.self_attn\.o_proj": 2}),
+    ],
+    ids=["rslora", "alpha", "patterns of one name", "patterns of longer names"],
+)
 def test_scales_as_peft_has_them(options, tmp_path):
     model, shapes = model_and_shapes("llama")
-    plain = {**options, "alpha_pattern": {name.replace("\\", ""): value
-                                          for name, value in options.get("alpha_pattern", {}).items()}}
+    plain = {
+        **options,
+        "alpha_pattern": {
+            name.replace("\\", ""): value
+            for name, value in options.get("alpha_pattern", {}).items()
+        },
+    }
     deltas = write_adapter(tmp_path / "a", shapes, **plain)
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text()) | options
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
@@ -126,7 +168,10 @@ def test_fused_names_of_peft_fit_projections_that_are_apart_here(tmp_path):
     fused = {}
     for index in range(3):
         layer = f"model.layers.{index}."
-        for name, parts in {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}.items():
+        for name, parts in {
+            "self_attn.qkv_proj": "qkv",
+            "mlp.gate_up_proj": ("gate", "up"),
+        }.items():
             parent = name.partition(".")[0]
             members = [shapes[f"{layer}{parent}.{part}_proj"] for part in parts]
             fused[layer + name] = (sum(outputs for outputs, _ in members), members[0][1])
@@ -135,7 +180,9 @@ def test_fused_names_of_peft_fit_projections_that_are_apart_here(tmp_path):
     for module, delta in deltas.items():
         parent = module.rpartition(".")[0]
         names = ("q_proj", "k_proj", "v_proj") if "qkv" in module else ("gate_proj", "up_proj")
-        for name, part in zip(names, delta.split([shapes[f"{parent}.{name}"][0] for name in names]), strict=True):
+        for name, part in zip(
+            names, delta.split([shapes[f"{parent}.{name}"][0] for name in names]), strict=True
+        ):
             apart[f"{parent}.{name}"] = part
     tokens = tokens_of(9)
     adapted = load(DictWeights.of(model), {"a": tmp_path / "a"})
@@ -146,22 +193,38 @@ def test_older_names_and_16_bit_files_are_read(tmp_path):
     model, shapes = model_and_shapes("llama", ["q_proj", "v_proj"])
     deltas = write_adapter(tmp_path / "a", shapes, dtype=torch.bfloat16)
     file = tmp_path / "a" / "adapter_model.safetensors"
-    save_file({name.replace(".weight", ".default.weight"): tensor for name, tensor in load_file(file).items()}, file)
+    save_file(
+        {
+            name.replace(".weight", ".default.weight"): tensor
+            for name, tensor in load_file(file).items()
+        },
+        file,
+    )
     adapted = load(DictWeights.of(model), {"a": tmp_path / "a"})
     tokens = tokens_of(9)
     assert_same_logits(logits(adapted, [tokens], [0]), logits(with_merged(model, deltas), [tokens]))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(use_dora=True), "DoRA"), (dict(modules_to_save=["lm_head"]), "modules_to_save"), (dict(bias="all"), "biases"),
-    (dict(lora_bias=True), "biases"), (dict(peft_type="IA3"), "only LORA"), (dict(lora_alpha="much"), "must be a number"),
-    (dict(lora_alpha=float("nan")), "must be a number"), (dict(init_lora_weights="pissa_niter_16"), "init_lora_weights"),
-    (dict(fan_in_fan_out=True), "fan_in_fan_out"), (dict(target_parameters=["experts.down"]), "target_parameters"),
-    (dict(rank_pattern=[1]), "rank_pattern"), (dict(alpha_pattern={"(q": 1}), "alpha_pattern"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(use_dora=True), "DoRA"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+        (dict(bias="all"), "biases"),
+        (dict(lora_bias=True), "biases"),
+        (dict(peft_type="IA3"), "only LORA"),
+        (dict(lora_alpha="much"), "must be a number"),
+        (dict(lora_alpha=float("nan")), "must be a number"),
+        (dict(init_lora_weights="pissa_niter_16"), "init_lora_weights"),
+        (dict(fan_in_fan_out=True), "fan_in_fan_out"),
+        (dict(target_parameters=["experts.down"]), "target_parameters"),
+        (dict(rank_pattern=[1]), "rank_pattern"),
+        (dict(alpha_pattern={"(q": 1}), "alpha_pattern"),
+    ],
+)
 def test_what_changes_the_formula_is_refused_in_one_line(change, words, tmp_path):
     model, shapes = model_and_shapes("llama", ["q_proj"])
     write_adapter(tmp_path / "a", shapes)
@@ -216,9 +279,21 @@ def test_damaged_files_and_pickles_are_named(tmp_path):
 
 
 def test_adapters_of_experts_are_refused(tmp_path):
-    config = dict(model_type="qwen3_moe", hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=6,
-                  num_key_value_heads=2, head_dim=8, vocab_size=97, num_experts=4, num_experts_per_tok=2,
-                  moe_intermediate_size=32, norm_topk_prob=True, max_position_embeddings=64)
+    config = dict(
+        model_type="qwen3_moe",
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=97,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+    )
     plan = plan_of(ModelConfig.from_dict(config))
     write_adapter(tmp_path / "a", {"model.layers.0.mlp.experts.1.up_proj": (32, 48)})
     with pytest.raises(UnsupportedError, match="experts take no adapters"):

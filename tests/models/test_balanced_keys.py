@@ -1,7 +1,9 @@
-"""Keys with channels of one size: the same model, and a cache of 8-bit codes that loses less of it."""
+"""Keys with channels of one size: the same model, and a cache of 8-bit codes that loses less of
+it."""
 
 import pytest
 import torch
+from tiny_configs import LETTERS
 
 from flyweight.kv_format import FP8, INT8
 from flyweight.models.balanced_keys import BalancedKeys, balance_keys, balancing_exponents
@@ -10,25 +12,15 @@ from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.presets import PresetWeights
 from flyweight.tensors import KINDS, scale_rows
 
-SIZES = dict(
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-    max_position_embeddings=256,
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-)
+SIZES = LETTERS | dict(num_hidden_layers=2)
 QWEN2 = SIZES | dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
 QWEN3 = SIZES | dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
 TOKENS = (torch.arange(48) * 7 % 96)[None]
 
 
 class Loud:
-    """Weights whose keys have loud channels, as the biases of Qwen2.5 and norms of Qwen3 make them."""
+    """Weights whose keys have loud channels, as the biases of Qwen2.5 and norms of Qwen3 make
+    them."""
 
     def __init__(self, config, scheme="fp32"):
         self.inner = PresetWeights(config, scheme)

@@ -2,7 +2,16 @@ import dataclasses
 
 import pytest
 import torch
-from model_helpers import LINEARS, MODELS, DictWeights, assert_same_logits, load, run_paged, tokens_of, transformers_model
+from model_helpers import (
+    LINEARS,
+    MODELS,
+    DictWeights,
+    assert_same_logits,
+    load,
+    run_paged,
+    tokens_of,
+    transformers_model,
+)
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
@@ -32,7 +41,9 @@ def test_whole_sequences_match_transformers(pair):
         assert_same_logits(decoder.forward_whole(tokens), model(tokens).logits)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 64, [7, 3, 1]], ids=["token by token", "chunks", "one prefill", "uneven chunks"])
+@pytest.mark.parametrize(
+    "chunk", [1, 5, 64, [7, 3, 1]], ids=["token by token", "chunks", "one prefill", "uneven chunks"]
+)
 def test_paged_runs_match_transformers(pair, chunk):
     model, decoder = pair
     tokens = tokens_of(21)
@@ -48,12 +59,15 @@ def test_packed_sequences_equal_each_alone(pair, chunk):
 
 
 def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
-    """Both ways of reading pages, alone and in a run of decoding sequences, give the same logits."""
+    """Both ways of reading pages, alone and in a run of decoding sequences, give the same
+    logits."""
     model = transformers_model("mistral window")
     decoder, sequences = load(model), [tokens_of(count, seed=count) for count in (9, 23, 14)]
     for long in (1, 12, 512):
         monkeypatch.setattr(reference, "LONG", long)
-        for found, tokens in zip(run_paged(decoder, sequences, [8, 1], shuffled=False), sequences, strict=True):
+        for found, tokens in zip(
+            run_paged(decoder, sequences, [8, 1], shuffled=False), sequences, strict=True
+        ):
             assert_same_logits(found, reference_logits(model, tokens))
 
 
@@ -62,8 +76,13 @@ def test_prefill_and_decode_share_a_step():
     model = transformers_model("mistral window")
     decoder, first, second = load(model), tokens_of(10), tokens_of(6, seed=1)
     config = decoder.config
-    caches = [KVStorage(torch.zeros(8, 4, config.kv_heads, config.head_dim), torch.zeros(8, 4, config.kv_heads, config.head_dim))
-              for _ in range(config.layers)]
+    caches = [
+        KVStorage(
+            torch.zeros(8, 4, config.kv_heads, config.head_dim),
+            torch.zeros(8, 4, config.kv_heads, config.head_dim),
+        )
+        for _ in range(config.layers)
+    ]
     tables = torch.tensor([[3, 1, 6], [5, 2, 0]], dtype=torch.int32)
 
     def batch(spans, outputs):
@@ -71,9 +90,15 @@ def test_prefill_and_decode_share_a_step():
         starts = [0]
         for start, stop in spans.values():
             starts.append(starts[-1] + stop - start)
-        return Batch(torch.tensor([(first, second)[i][p] for i, p in at]), torch.tensor([p for _, p in at]),
-                     torch.tensor([int(tables[i, p // 4]) * 4 + p % 4 for i, p in at]), tables[list(spans)], starts,
-                     [stop for _, stop in spans.values()], torch.tensor(outputs))
+        return Batch(
+            torch.tensor([(first, second)[i][p] for i, p in at]),
+            torch.tensor([p for _, p in at]),
+            torch.tensor([int(tables[i, p // 4]) * 4 + p % 4 for i, p in at]),
+            tables[list(spans)],
+            starts,
+            [stop for _, stop in spans.values()],
+            torch.tensor(outputs),
+        )
 
     decoder.forward(batch({0: (0, 8)}, [7]), caches)
     decoder.forward(batch({0: (8, 9), 1: (0, 3)}, [0]), caches)
@@ -84,12 +109,20 @@ def test_prefill_and_decode_share_a_step():
 
 @pytest.mark.parametrize("wanted", [[5], [0, 3], []])
 def test_only_the_wanted_rows_go_on_from_the_last_attention(wanted):
-    """Their logits are those of a run that asks for all, and so are the keys and values of every token."""
+    """Their logits are those of a run that asks for all, and so are the keys and values of every
+    token."""
     decoder, seen, found, caches = load(transformers_model("llama")), [], [], []
     for outputs in (list(range(6)), wanted):
         cache = [KVStorage(torch.zeros(2, 8, 2, 8), torch.zeros(2, 8, 2, 8)) for _ in range(3)]
-        batch = Batch(torch.tensor(tokens_of(6)), torch.arange(6), torch.arange(6), torch.zeros(1, 1, dtype=torch.int32), [0, 6],
-                      [6], torch.tensor(outputs, dtype=torch.int64))
+        batch = Batch(
+            torch.tensor(tokens_of(6)),
+            torch.arange(6),
+            torch.arange(6),
+            torch.zeros(1, 1, dtype=torch.int32),
+            [0, 6],
+            [6],
+            torch.tensor(outputs, dtype=torch.int64),
+        )
         found.append(decoder.forward(batch, cache))
         caches.append(torch.stack([torch.stack([each.keys, each.values]) for each in cache]))
         for linear in (decoder.blocks[-1].qkv, decoder.blocks[-1].linears["down"], decoder.head):
@@ -114,17 +147,26 @@ def test_dynamic_rope_beyond_the_trained_length_is_what_token_by_token_gives():
 
 
 def test_partial_rotary_is_a_rope_whose_last_waves_stand_still(monkeypatch):
-    """transformers' Llama turns whole heads only: still waves, and dimensions paired the other way, say the same."""
-    monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], partial_rope=True))
+    """transformers' Llama turns whole heads only: still waves, and dimensions paired the other way,
+    say the same."""
+    monkeypatch.setitem(
+        FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], partial_rope=True)
+    )
     model = transformers_model("llama", head_dim=16)
     weights = DictWeights.of(model)
-    weights.config["rope_parameters"] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+    weights.config["rope_parameters"] = dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
+    )
     rotary = model.model.rotary_emb
     rotary.inv_freq = torch.cat([10000.0 ** -(torch.arange(0, 8, 2) / 8), torch.zeros(4)])
-    order = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15])  # dimension i of ours in a whole rope's head
+    order = torch.tensor(
+        [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+    )  # dimension i of ours in a whole rope's head
     for name in list(weights.tensors):
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weights.tensors[name] = weights.tensors[name].unflatten(0, (-1, 16))[:, order].flatten(0, 1)
+            weights.tensors[name] = (
+                weights.tensors[name].unflatten(0, (-1, 16))[:, order].flatten(0, 1)
+            )
     decoder, tokens = Decoder.load(weights, device="cpu", dtype=torch.float32), tokens_of(20)
     assert decoder.config.rope.rotary_dim == 8
     assert_same_logits(run_paged(decoder, [tokens], 6)[0], reference_logits(model, tokens))
@@ -141,7 +183,9 @@ def test_blocks_load_alone_and_run_whole_sequences():
             block = Block.load(weights, config, index, device="cpu", dtype=torch.float32)
             hidden = block.forward(hidden, ends.whole(9))
         logits = ends.logits(hidden)
-    assert_same_logits(logits, whole.forward_whole(torch.tensor([tokens_of(9), tokens_of(9, seed=1)])))
+    assert_same_logits(
+        logits, whole.forward_whole(torch.tensor([tokens_of(9), tokens_of(9, seed=1)]))
+    )
 
 
 def test_no_tokens_have_no_logits_and_cost_no_head(monkeypatch):
@@ -155,13 +199,19 @@ def test_watching_a_block_shows_the_input_of_every_linear():
     decoder, expected, seen = load(model), {}, {}
     layer = model.model.layers[1]
     for name in LINEARS:
-        layer.get_submodule(name).register_forward_pre_hook(lambda _, inputs, name=name: expected.update({name: inputs[0]}))
+        layer.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: expected.update({name: inputs[0]})
+        )
     tokens = torch.tensor([tokens_of(8)])
     with torch.no_grad():
         model(tokens)
     decoder.blocks[1].watch(lambda group, x: seen.update(dict.fromkeys(group.linears, x)))
     decoder.forward_whole(tokens)
-    assert set(seen) == set(LINEARS) == {name for name, part in layer.named_modules() if isinstance(part, torch.nn.Linear)}
+    assert (
+        set(seen)
+        == set(LINEARS)
+        == {name for name, part in layer.named_modules() if isinstance(part, torch.nn.Linear)}
+    )
     for name in LINEARS:
         torch.testing.assert_close(seen[name], expected[name], rtol=1e-4, atol=1e-5)
     seen.clear()
@@ -171,21 +221,24 @@ def test_watching_a_block_shows_the_input_of_every_linear():
 
 
 def test_groups_name_the_source_of_each_input():
-    """Scaling a source's output channels down and its linears' input channels up leaves the function as it was."""
+    """Scaling a source's output channels down and its linears' input channels up leaves the
+    function as it was."""
     model = transformers_model("llama", num_key_value_heads=6)
     tokens, state = tokens_of(12), model.state_dict()
     expected = reference_logits(model, tokens).clone()
     for index in range(3):
         for group in plan_of(ModelConfig.from_dict(model.config.to_dict())).layers[index].groups:
             source = state[f"model.layers.{index}.{group.source}.weight"]
-            factors = torch.rand(source.shape[0], generator=torch.Generator().manual_seed(index)) + 0.5
+            factors = (
+                torch.rand(source.shape[0], generator=torch.Generator().manual_seed(index)) + 0.5
+            )
             source.div_(factors if source.ndim == 1 else factors[:, None])
             for name in group.linears:
                 state[f"model.layers.{index}.{name}.weight"].mul_(factors)
     assert_same_logits(run_paged(load(model), [tokens], 12)[0], expected)
 
 
-# -- strict loading -------------------------------------------------------------------------------------------------
+# -- strict loading --------------------------------------------------------------------------------
 
 
 def weights_of(name, **changes):
@@ -197,8 +250,16 @@ def failing_load(weights, match):
         Decoder.load(weights, device="cpu", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.2.self_attn.q_proj.bias",
-                                  "model.norm.weight", "model.layers.0.self_attn.k_norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.2.self_attn.q_proj.bias",
+        "model.norm.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
 def test_a_missing_tensor_is_named(name):
     weights = weights_of("qwen3 tied, biases")
     del weights.tensors[name]
@@ -211,8 +272,15 @@ def test_an_extra_tensor_is_an_error():
     failing_load(weights, r"model\.layers\.3\.input_layernorm")
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight",
-                                  "lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    ],
+)
 def test_a_misshapen_tensor_is_named_with_both_shapes(name):
     weights = weights_of("llama")
     weights.tensors[name] = weights.tensors[name][:-1]
@@ -244,7 +312,9 @@ def test_a_bias_that_the_config_does_not_promise_is_used():
 def test_half_precision_stays_near_single():
     model = transformers_model("qwen3")
     tokens = torch.tensor([tokens_of(16)])
-    half = Decoder.load(DictWeights.of(model), device="cpu", dtype=torch.bfloat16).forward_whole(tokens)
+    half = Decoder.load(DictWeights.of(model), device="cpu", dtype=torch.bfloat16).forward_whole(
+        tokens
+    )
     full = load(model).forward_whole(tokens)
     assert half.dtype == torch.float32 and (half - full).norm() / full.norm() < 0.03
 
@@ -252,6 +322,15 @@ def test_half_precision_stays_near_single():
 def test_kernels_of_every_linear_are_known():
     decoder = load(transformers_model("llama"))
     for block in decoder.blocks:
-        assert [linear.sizes for linear in block.linears.values()] == [(48, 16, 16), (48,), (80, 80), (48,)]
-        assert all(segment.kernel and segment.why for linear in block.linears.values() for segment in linear.segments)
+        assert [linear.sizes for linear in block.linears.values()] == [
+            (48, 16, 16),
+            (48,),
+            (80, 80),
+            (48,),
+        ]
+        assert all(
+            segment.kernel and segment.why
+            for linear in block.linears.values()
+            for segment in linear.segments
+        )
     assert decoder.head.nbytes == Plain(decoder.embedding.weight).nbytes

@@ -123,86 +123,206 @@ MODELS = {
     "olmo2 yarn": ("olmo2", dict(rope_parameters=YARN)),
     "olmo3": ("olmo3", dict(sliding_window=5)),
     "olmo3 yarn": ("olmo3", dict(sliding_window=7, rope_parameters=by_layer(YARN))),
-    "olmo3 linear": ("olmo3", dict(layer_types=TYPES, sliding_window=4, rope_parameters=by_layer(LINEAR))),
-    "granite": ("granite", dict(embedding_multiplier=12.0, logits_scaling=8.0,
-                                residual_multiplier=0.22, attention_multiplier=0.1)),
-    "granite biases, tied": ("granite", dict(attention_bias=True, mlp_bias=True,
-                                             tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "olmo3 linear": (
+        "olmo3",
+        dict(layer_types=TYPES, sliding_window=4, rope_parameters=by_layer(LINEAR)),
+    ),
+    "granite": (
+        "granite",
+        dict(
+            embedding_multiplier=12.0,
+            logits_scaling=8.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.1,
+        ),
+    ),
+    "granite biases, tied": (
+        "granite",
+        dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    ),
     "smollm3": ("smollm3", dict(num_hidden_layers=5, tie_word_embeddings=False)),
-    "smollm3 tied, biases": ("smollm3", dict(no_rope_layers=[1, 0, 1], attention_bias=True,
-                                             mlp_bias=True, rope_parameters=YARN)),
-    "smollm3 window": ("smollm3", dict(no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=6)),
+    "smollm3 tied, biases": (
+        "smollm3",
+        dict(no_rope_layers=[1, 0, 1], attention_bias=True, mlp_bias=True, rope_parameters=YARN),
+    ),
+    "smollm3 window": (
+        "smollm3",
+        dict(no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=6),
+    ),
     "phi3": ("phi3", {}),
     "phi3 window, tied": ("phi3", dict(sliding_window=6, tie_word_embeddings=True)),
     "phi3 partial": ("phi3", dict(partial_rotary_factor=0.75)),
     "phi3 long": ("phi3", dict(original_max_position_embeddings=16, rope_parameters=long_rope(4))),
-    "phi3 crossing": ("phi3", dict(original_max_position_embeddings=21, rope_parameters=long_rope(4))),
+    "phi3 crossing": (
+        "phi3",
+        dict(original_max_position_embeddings=21, rope_parameters=long_rope(4)),
+    ),
     "phi3 short": ("phi3", dict(original_max_position_embeddings=32, rope_parameters=long_rope(4))),
-    "llama longrope": ("llama", dict(rope_parameters=long_rope(
-        4, factor=4.0, original_max_position_embeddings=16))),
+    "llama longrope": (
+        "llama",
+        dict(rope_parameters=long_rope(4, factor=4.0, original_max_position_embeddings=16)),
+    ),
     "ministral": ("ministral", dict(sliding_window=6, layer_types=TYPES)),
     "ministral dynamic": ("ministral", dict(sliding_window=6, rope_parameters=DYNAMIC)),
-    "ministral3": ("ministral3", dict(max_position_embeddings=256, rope_parameters=YARN | MSCALE | dict(
-        original_max_position_embeddings=64, llama_4_scaling_beta=0.1))),
+    "ministral3": (
+        "ministral3",
+        dict(
+            max_position_embeddings=256,
+            rope_parameters=YARN
+            | MSCALE
+            | dict(original_max_position_embeddings=64, llama_4_scaling_beta=0.1),
+        ),
+    ),
     "mistral yarn": ("mistral", dict(sliding_window=None, rope_parameters=YARN)),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
-    "glm4 no biases, tied": ("glm4", dict(attention_bias=False, tie_word_embeddings=True, head_dim=16)),
+    "glm4 no biases, tied": (
+        "glm4",
+        dict(attention_bias=False, tie_word_embeddings=True, head_dim=16),
+    ),
     "glm4 linear": ("glm4", dict(rope_parameters=LINEAR | dict(partial_rotary_factor=0.5))),
     "glm4_moe": ("glm4_moe", GLM_MOE),
-    "glm4_moe groups, norms": ("glm4_moe", GLM_MOE | dict(
-        n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True, norm_topk_prob=False)),
+    "glm4_moe groups, norms": (
+        "glm4_moe",
+        GLM_MOE
+        | dict(
+            n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True, norm_topk_prob=False
+        ),
+    ),
     "gemma2": ("gemma2", dict(sliding_window=5, query_pre_attn_scalar=24)),
-    "gemma2 uncapped, biases": ("gemma2", dict(
-        sliding_window=5, attn_logit_softcapping=None, final_logit_softcapping=None,
-        attention_bias=True, tie_word_embeddings=False)),
-    "gemma2 small caps": ("gemma2", dict(
-        sliding_window=7, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
+    "gemma2 uncapped, biases": (
+        "gemma2",
+        dict(
+            sliding_window=5,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "gemma2 small caps": (
+        "gemma2",
+        dict(sliding_window=7, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
     "gemma3": ("gemma3_text", GEMMA3),
     "gemma3 pattern": ("gemma3_text", dict(sliding_window=6, num_hidden_layers=7, head_dim=16)),
-    "gemma3 linear, untied": ("gemma3_text", GEMMA3 | dict(
-        rope_parameters=by_layer(LINEAR), tie_word_embeddings=False)),
-    "gemma3 capped, silu": ("gemma3_text", GEMMA3 | dict(
-        final_logit_softcapping=4.0, hidden_activation="silu")),
+    "gemma3 linear, untied": (
+        "gemma3_text",
+        GEMMA3 | dict(rope_parameters=by_layer(LINEAR), tie_word_embeddings=False),
+    ),
+    "gemma3 capped, silu": (
+        "gemma3_text",
+        GEMMA3 | dict(final_logit_softcapping=4.0, hidden_activation="silu"),
+    ),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK),
-    "deepseek_v2 queries, groups": ("deepseek_v2", DEEPSEEK | GROUPED | dict(
-        q_lora_rank=20, topk_method="group_limited_greedy", rope_parameters=LINEAR)),
+    "deepseek_v2 queries, groups": (
+        "deepseek_v2",
+        DEEPSEEK
+        | GROUPED
+        | dict(q_lora_rank=20, topk_method="group_limited_greedy", rope_parameters=LINEAR),
+    ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPED | dict(q_lora_rank=20)),
-    "glm4_moe_lite": ("glm4_moe_lite", DEEPSEEK | dict(
-        q_lora_rank=20, mlp_layer_types=["dense", "sparse", "dense"], rope_parameters=LINEAR)),
-    "deepseek_v3 halves, tied": ("deepseek_v3", DEEPSEEK | GROUPED | dict(
-        rope_interleave=False, tie_word_embeddings=True, norm_topk_prob=False,
-        rope_parameters=dict(rope_type="default", rope_theta=1e3))),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        DEEPSEEK
+        | dict(
+            q_lora_rank=20, mlp_layer_types=["dense", "sparse", "dense"], rope_parameters=LINEAR
+        ),
+    ),
+    "deepseek_v3 halves, tied": (
+        "deepseek_v3",
+        DEEPSEEK
+        | GROUPED
+        | dict(
+            rope_interleave=False,
+            tie_word_embeddings=True,
+            norm_topk_prob=False,
+            rope_parameters=dict(rope_type="default", rope_theta=1e3),
+        ),
+    ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
-    "gpt_oss yarn": ("gpt_oss", GPT_OSS | dict(
-        tie_word_embeddings=True, layer_types=TYPES[::-1],
-        rope_parameters=YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0))),
+    "gpt_oss yarn": (
+        "gpt_oss",
+        GPT_OSS
+        | dict(
+            tie_word_embeddings=True,
+            layer_types=TYPES[::-1],
+            rope_parameters=YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0),
+        ),
+    ),
     "gpt_oss no biases": ("gpt_oss", GPT_OSS | dict(attention_bias=False)),
     "qwen3_next": ("qwen3_next", QWEN3_NEXT),
-    "qwen3_next interval, biases": ("qwen3_next", QWEN3_NEXT | dict(
-        layer_types=None, num_hidden_layers=4, attention_bias=True, mlp_only_layers=[1],
-        linear_conv_kernel_dim=3, linear_num_value_heads=2)),
+    "qwen3_next interval, biases": (
+        "qwen3_next",
+        QWEN3_NEXT
+        | dict(
+            layer_types=None,
+            num_hidden_layers=4,
+            attention_bias=True,
+            mlp_only_layers=[1],
+            linear_conv_kernel_dim=3,
+            linear_num_value_heads=2,
+        ),
+    ),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5 states alone": ("qwen3_5_text", DELTA | dict(layer_types=["linear_attention"] * 3)),
     "qwen3_5_moe": ("qwen3_5_moe_text", QWEN3_NEXT),
     "gemma": ("gemma", {}),
-    "gemma untied, biases": ("gemma", dict(attention_bias=True, tie_word_embeddings=False, rope_parameters=LINEAR)),
+    "gemma untied, biases": (
+        "gemma",
+        dict(attention_bias=True, tie_word_embeddings=False, rope_parameters=LINEAR),
+    ),
     "mixtral": ("mixtral", EXPERTS),
-    "mixtral window, tied": ("mixtral", EXPERTS | dict(sliding_window=6, head_dim=None, tie_word_embeddings=True)),
+    "mixtral window, tied": (
+        "mixtral",
+        EXPERTS | dict(sliding_window=6, head_dim=None, tie_word_embeddings=True),
+    ),
     "minimax_m2": ("minimax_m2", EXPERTS | dict(rotary_dim=4)),
     "minimax_m2 yarn": ("minimax_m2", EXPERTS | dict(rope_parameters=YARN)),
     "olmoe": ("olmoe", dict(num_experts=6, num_experts_per_tok=3)),
-    "olmoe biases": ("olmoe", dict(num_experts=6, num_experts_per_tok=3, attention_bias=True,
-                                   norm_topk_prob=True, num_key_value_heads=6)),
+    "olmoe biases": (
+        "olmoe",
+        dict(
+            num_experts=6,
+            num_experts_per_tok=3,
+            attention_bias=True,
+            norm_topk_prob=True,
+            num_key_value_heads=6,
+        ),
+    ),
     "exaone4": ("exaone4", dict(num_hidden_layers=5, sliding_window=5)),
-    "exaone4 no window, tied": ("exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "exaone4 no window, tied": (
+        "exaone4",
+        dict(
+            sliding_window=None,
+            layer_types=["full_attention"] * 3,
+            tie_word_embeddings=True,
+            rope_parameters=LLAMA3,
+        ),
+    ),
     "seed_oss": ("seed_oss", {}),
-    "seed_oss biases": ("seed_oss", dict(attention_bias=False, attention_out_bias=True, mlp_bias=True)),
+    "seed_oss biases": (
+        "seed_oss",
+        dict(attention_bias=False, attention_out_bias=True, mlp_bias=True),
+    ),
     "ernie4_5": ("ernie4_5", {}),
-    "ernie4_5 biases": ("ernie4_5", dict(use_bias=True, tie_word_embeddings=False, rope_parameters=YARN)),
+    "ernie4_5 biases": (
+        "ernie4_5",
+        dict(use_bias=True, tie_word_embeddings=False, rope_parameters=YARN),
+    ),
     "dots1": ("dots1", GLM_MOE),
-    "dots1 windows, groups": ("dots1", GLM_MOE | dict(
-        n_group=4, topk_group=2, sliding_window=5, max_window_layers=2, attention_bias=True, norm_topk_prob=True)),
+    "dots1 windows, groups": (
+        "dots1",
+        GLM_MOE
+        | dict(
+            n_group=4,
+            topk_group=2,
+            sliding_window=5,
+            max_window_layers=2,
+            attention_bias=True,
+            norm_topk_prob=True,
+        ),
+    ),
     "cwm": ("cwm", dict(sliding_window=5, num_hidden_layers=5)),
 }
 LENGTHS = (23, 3, 12)
@@ -222,7 +342,11 @@ def make(name, folder=None):
     shifted = model_type.startswith(HYBRIDS)  # all norms are 1 + weight but those of DeltaNet
     with torch.no_grad():
         for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if parameter.dtype == torch.float32 and "inv_freq" not in key and "embed_scale" not in key:
+            if (
+                parameter.dtype == torch.float32
+                and "inv_freq" not in key
+                and "embed_scale" not in key
+            ):
                 centre = float(key.endswith("norm.weight") and not zero_centred)
                 if shifted and "linear_attn" not in key:
                     centre = 0.0
@@ -267,8 +391,22 @@ def test_batches_in_chunks_give_the_logits_of_transformers(pair, chunk):
 
 # -- through the engine, and quantized ---------------------------------------------------------
 
-ONE_EACH = ("olmo3 yarn", "granite", "smollm3", "phi3 partial", "glm4", "glm4_moe", "gemma2", "gemma3",
-            "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "exaone4", *HYBRIDS)
+ONE_EACH = (
+    "olmo3 yarn",
+    "granite",
+    "smollm3",
+    "phi3 partial",
+    "glm4",
+    "glm4_moe",
+    "gemma2",
+    "gemma3",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "mixtral",
+    "exaone4",
+    *HYBRIDS,
+)
 # two layers of a hybrid as it usually is have no attention at all
 NO_ATTENTION = "qwen3_5 states alone"
 SAMPLES = Samples(
@@ -293,7 +431,9 @@ def assert_greedy(model, prompt, answer):
 def test_the_engine_answers_as_transformers_would(name, tmp_path):
     """Prompts in chunks, several at once, the second time out of the prefix cache."""
     model = make(name, tmp_path)
-    llm = LLM(str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=16, max_model_len=48)
+    llm = LLM(
+        str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=16, max_model_len=48
+    )
     shared = tokens_of(18)
     prompts = [shared + tokens_of(length, length) for length in (9, 1, 4)] + [tokens_of(7)]
     first = llm.generate(prompts, GREEDY)
@@ -315,7 +455,9 @@ def test_the_engine_answers_as_transformers_would(name, tmp_path):
 def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, scheme, tmp_path):
     model = make(name, tmp_path / "base")
     quantize(tmp_path / "base", scheme, tmp_path / "out", calibration=SAMPLES, device="cpu")
-    decoder = Decoder.load(Checkpoint(tmp_path / "out"), device="cpu", dtype=torch.float32, exact=True)
+    decoder = Decoder.load(
+        Checkpoint(tmp_path / "out"), device="cpu", dtype=torch.float32, exact=True
+    )
     prompt = tokens_of(LENGTHS[0])
     found = decoder.forward_whole(torch.tensor([prompt]))[0]
     original = logits_of(model, prompt)
@@ -332,13 +474,16 @@ def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, sc
     torch.testing.assert_close(found, logits_of(again, prompt), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("preset", "key", "value", "told"), [
-    ("deepseek-v2-lite", "topk_method", "noaux_tc", "known: greedy, group_limited_greedy"),
-    ("deepseek-v2-lite", "norm_topk_prob", True, "norm_topk_prob is not supported"),
-    ("deepseek-v3", "scoring_func", "softmax", "known: sigmoid"),
-    ("deepseek-v3", "moe_layer_freq", 2, "moe_layer_freq 2 is not supported"),
-    ("deepseek-v3", "attention_bias", True, "attention_bias True is not supported"),
-])
+@pytest.mark.parametrize(
+    ("preset", "key", "value", "told"),
+    [
+        ("deepseek-v2-lite", "topk_method", "noaux_tc", "known: greedy, group_limited_greedy"),
+        ("deepseek-v2-lite", "norm_topk_prob", True, "norm_topk_prob is not supported"),
+        ("deepseek-v3", "scoring_func", "softmax", "known: sigmoid"),
+        ("deepseek-v3", "moe_layer_freq", 2, "moe_layer_freq 2 is not supported"),
+        ("deepseek-v3", "attention_bias", True, "attention_bias True is not supported"),
+    ],
+)
 def test_routers_and_layers_that_nobody_here_knows_are_refused(preset, key, value, told):
     with pytest.raises(UnsupportedError, match=told):
         ModelConfig.from_dict(preset_config(preset) | {key: value})
@@ -354,11 +499,25 @@ def test_a_compressed_cache_has_no_eight_bits():
 
 # -- other files -------------------------------------------------------------------------------
 
-VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=8,
+    patch_size=4,
+)
 
 
-@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn"), ("qwen3_5", "qwen3_5"),
-                                             ("qwen3_vl", "qwen3_vl_text")])
+@pytest.mark.parametrize(
+    ("whole", "name"),
+    [
+        ("gemma3", "gemma3"),
+        ("mistral3", "mistral yarn"),
+        ("qwen3_5", "qwen3_5"),
+        ("qwen3_vl", "qwen3_vl_text"),
+    ],
+)
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_path):
     """By the names of transformers 5, and by those of the files on the hub."""
@@ -368,7 +527,9 @@ def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_p
         whole, text_config=text, vision_config=VISION, tie_word_embeddings=whole == "gemma3"
     )
     torch.manual_seed(1)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForImageTextToText.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     model.save_pretrained(tmp_path)
     if prefix:
         rename(tmp_path / "model.safetensors", prefix)
@@ -381,8 +542,12 @@ def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_p
 def rename(file, prefix):
     tensors = {}
     for name, tensor in load_file(file).items():
-        name = name.replace("model.language_model.", f"{prefix}model.").replace("model.vision", "vision")
-        name = name.replace("model.multi_modal", "multi_modal").replace("language_model.language_model", "language_model")
+        name = name.replace("model.language_model.", f"{prefix}model.").replace(
+            "model.vision", "vision"
+        )
+        name = name.replace("model.multi_modal", "multi_modal").replace(
+            "language_model.language_model", "language_model"
+        )
         tensors[f"{prefix}{name}" if name.startswith("lm_head.") else name] = tensor
     save_file(tensors, file)
 
@@ -399,11 +564,17 @@ def test_experts_in_mxfp4_are_the_values_that_transformers_makes_of_them(tmp_pat
         for part in ("gate_up_proj", "down_proj"):
             _, columns, rows = getattr(experts, part).shape
             columns = -(-columns // 32) * 32
-            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(120, 126, (4, rows, columns // 32), generator=generator, dtype=torch.uint8)
+            blocks = torch.randint(
+                0, 256, (4, rows, columns // 32, 16), generator=generator, dtype=torch.uint8
+            )
+            scales = torch.randint(
+                120, 126, (4, rows, columns // 32), generator=generator, dtype=torch.uint8
+            )
             del tensors[f"{name}.{part}"]
             tensors |= {f"{name}.{part}_blocks": blocks, f"{name}.{part}_scales": scales}
-            getattr(experts, part).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            getattr(experts, part).data = convert_moe_packed_tensors(
+                blocks, scales, dtype=torch.float32
+            )
     save_file(tensors, tmp_path / "model.safetensors")
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["quantization_config"] = dict(quant_method="mxfp4")

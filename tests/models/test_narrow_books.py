@@ -40,8 +40,12 @@ def test_bytes_stand_for_the_values_that_every_kernel_sees():
 
 
 def test_other_weights_and_experts_stay_as_they_are():
-    assert not isinstance(narrow_books(weights(scheme="int4"), "int8", CPU).linear(DOWN), VectorQuant)
-    expert = narrow_books(weights("tiny-moe"), "int8", CPU).linear("model.layers.0.mlp.experts.0.down_proj")
+    assert not isinstance(
+        narrow_books(weights(scheme="int4"), "int8", CPU).linear(DOWN), VectorQuant
+    )
+    expert = narrow_books(weights("tiny-moe"), "int8", CPU).linear(
+        "model.layers.0.mlp.experts.0.down_proj"
+    )
     assert isinstance(expert, VectorQuant)
     assert not isinstance(expert, ByteVectorQuant)
 

@@ -1,10 +1,18 @@
-"""Every kind of QuantTensor as weights of the decoder: the same logits as the plain model of its dequantized weights."""
+"""Every kind of QuantTensor as weights of the decoder: the same logits as the plain model of its
+dequantized weights."""
 
 import dataclasses
 
 import pytest
 import torch
-from model_helpers import LINEARS, assert_same_logits, load, run_paged, tokens_of, transformers_model
+from model_helpers import (
+    LINEARS,
+    assert_same_logits,
+    load,
+    run_paged,
+    tokens_of,
+    transformers_model,
+)
 
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Linear
@@ -26,7 +34,9 @@ KINDS = {
     "int4 symmetric": lambda shape, seed: int4(shape, seed, symmetric=True),
     "int3": lambda shape, seed: int4(shape, seed, bits=3),
     "int8": lambda shape, seed: int4(shape, seed, bits=8),
-    "int4 act-order": lambda shape, seed: int4(shape, seed, act_order=True),  # each projection its own order
+    "int4 act-order": lambda shape, seed: int4(
+        shape, seed, act_order=True
+    ),  # each projection its own order
     "w8a8": Int8Channel.random,
     "fp8": Float8.random,
     "fp8 weight only": lambda shape, seed: Float8.random(shape, seed, activation="none"),
@@ -67,27 +77,44 @@ def test_quantized_activations_follow_the_reference_of_each_linear(kind):
     model = transformers_model("llama")
     linears = quantized(model, lambda index, linear: kind)
     for name, tensor in linears.items():
-        model.get_submodule(name).forward = lambda x, tensor=tensor: tensor.matmul_reference(x).float()
+        model.get_submodule(name).forward = lambda x, tensor=tensor: tensor.matmul_reference(
+            x
+        ).float()
     tokens = tokens_of(12)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
-    # Rounding of activations is a step: an input that differs in its last bit may land on the next code.
-    assert_same_logits(run_paged(load(model, linears, exact=True), [tokens], 5)[0], expected, tolerance=5e-3)
+    # Rounding of activations is a step: an input that differs in its last bit may land on the next
+    # code.
+    assert_same_logits(
+        run_paged(load(model, linears, exact=True), [tokens], 5)[0], expected, tolerance=5e-3
+    )
 
 
-MIXED = {"self_attn.q_proj": "int4", "self_attn.k_proj": "int8", "self_attn.v_proj": "vptq", "self_attn.o_proj": "int4 act-order",
-         "mlp.gate_proj": "plain bf16", "mlp.up_proj": "fp8 weight only", "mlp.down_proj": "sparse int4"}
+MIXED = {
+    "self_attn.q_proj": "int4",
+    "self_attn.k_proj": "int8",
+    "self_attn.v_proj": "vptq",
+    "self_attn.o_proj": "int4 act-order",
+    "mlp.gate_proj": "plain bf16",
+    "mlp.up_proj": "fp8 weight only",
+    "mlp.down_proj": "sparse int4",
+}
 
 
 def test_projections_of_one_merge_may_all_differ():
     model = transformers_model("qwen2")
-    decoder = load(model, quantized(model, lambda index, linear: MIXED[linear] if index else "int4"), exact=True)
+    decoder = load(
+        model,
+        quantized(model, lambda index, linear: MIXED[linear] if index else "int4"),
+        exact=True,
+    )
     tokens = tokens_of(12)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
     assert_same_logits(run_paged(decoder, [tokens], 5)[0], expected)
-    assert [[len(linear.segments) for linear in block.linears.values()] for block in decoder.blocks[:2]] == [
-        [1, 1, 1, 1], [3, 1, 2, 1]]
+    assert [
+        [len(linear.segments) for linear in block.linears.values()] for block in decoder.blocks[:2]
+    ] == [[1, 1, 1, 1], [3, 1, 2, 1]]
 
 
 def test_siblings_that_agree_are_one_call_and_the_rest_stay_apart():
@@ -104,7 +131,9 @@ def test_siblings_that_agree_are_one_call_and_the_rest_stay_apart():
     for tensors, segments in cases:
         bias = torch.randn(sum(tensor.shape[0] for tensor in tensors))
         linear = Linear(tensors, bias, dtype=torch.float32, exact=True)
-        assert len(linear.segments) == segments and linear.sizes == tuple(tensor.shape[0] for tensor in tensors)
+        assert len(linear.segments) == segments and linear.sizes == tuple(
+            tensor.shape[0] for tensor in tensors
+        )
         expected = torch.cat([tensor.matmul_reference(x) for tensor in tensors], -1) + bias
         torch.testing.assert_close(linear(x), expected.float(), rtol=1e-5, atol=1e-5)
 

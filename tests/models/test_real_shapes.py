@@ -60,6 +60,13 @@ def config_of(preset):
     return config | SHAPES[preset]
 
 
+@pytest.fixture
+def initialized_once(monkeypatch):
+    """transformers draws all weights anew; torch's own draw of them takes half of the time."""
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda linear: None)
+
+
+@pytest.mark.usefixtures("initialized_once")
 @pytest.mark.parametrize("preset", SHAPES)
 def test_real_layers_give_the_logits_of_transformers(preset, tmp_path):
     config = config_of(preset)

@@ -24,7 +24,11 @@ SCALINGS = {
 
 
 def read(theta=10000.0, **changes):
-    data = TINY | dict(model_type="glm", head_dim=64, max_position_embeddings=128, rope_theta=theta) | changes
+    data = (
+        TINY
+        | dict(model_type="glm", head_dim=64, max_position_embeddings=128, rope_theta=theta)
+        | changes
+    )
     return ModelConfig.from_dict(data), transformers.AutoConfig.for_model(**data)
 
 
@@ -38,8 +42,12 @@ def test_scaled_tables_equal_transformers(name, theta, partial):
     cos, sin = rope_tables(ours)
     assert cos.shape == (ours.context_length, int(32 * partial))
     angles = torch.arange(ours.context_length)[:, None].float() * frequencies
-    torch.testing.assert_close(cos, angles.cos() * factor, rtol=0, atol=2e-5 * max(1, ours.context_length / 4096))
-    torch.testing.assert_close(sin, angles.sin() * factor, rtol=0, atol=2e-5 * max(1, ours.context_length / 4096))
+    torch.testing.assert_close(
+        cos, angles.cos() * factor, rtol=0, atol=2e-5 * max(1, ours.context_length / 4096)
+    )
+    torch.testing.assert_close(
+        sin, angles.sin() * factor, rtol=0, atol=2e-5 * max(1, ours.context_length / 4096)
+    )
 
 
 def test_dynamic_rows_are_those_of_a_sequence_that_ends_there():
@@ -60,7 +68,9 @@ def test_rotate_turns_pairs_half_a_rotary_apart_and_leaves_the_rest(rotary):
     positions = torch.tensor([7, 0, 39, 7, 12])
     turned = rotate(x, *rope_rows(angles.cos(), angles.sin(), positions))
     half = rotary // 2
-    expected = torch.complex(x[..., :half], x[..., half:rotary]) * torch.polar(torch.ones(5, 1, half), angles[positions][:, None])
+    expected = torch.complex(x[..., :half], x[..., half:rotary]) * torch.polar(
+        torch.ones(5, 1, half), angles[positions][:, None]
+    )
     torch.testing.assert_close(turned[..., :half], expected.real)
     torch.testing.assert_close(turned[..., half:rotary], expected.imag)
     assert torch.equal(turned[..., rotary:], x[..., rotary:])

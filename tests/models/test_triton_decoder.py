@@ -1,4 +1,5 @@
-"""A whole decoder on the ops of CUDA devices, interpreted on the CPU, gives the logits that transformers gives."""
+"""A whole decoder on the ops of CUDA devices, interpreted on the CPU, gives the logits that
+transformers gives."""
 
 import inspect
 
@@ -10,7 +11,9 @@ from flyweight.kernels import dispatch, reference
 from flyweight.models import decoder, layer
 
 ops = pytest.importorskip("flyweight.kernels.cuda_ops", reason="triton is not installed")
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +42,14 @@ def test_cuda_devices_get_these_ops_and_others_the_plain_ones(monkeypatch):
     assert dispatch.decoder_ops("cuda:0") is ops and dispatch.decoder_ops("cpu") is reference
 
 
-@pytest.mark.parametrize("place, missing, reason", [
-    ("importlib.util.find_spec", None, "triton is not installed"), ("shutil.which", None, "needs a C compiler"),
-    ("sysconfig.get_path", "/nowhere", "needs /nowhere/Python.h")])
+@pytest.mark.parametrize(
+    "place, missing, reason",
+    [
+        ("importlib.util.find_spec", None, "triton is not installed"),
+        ("shutil.which", None, "needs a C compiler"),
+        ("sysconfig.get_path", "/nowhere", "needs /nowhere/Python.h"),
+    ],
+)
 def test_what_triton_lacks_is_said_once_and_the_plain_ops_run(place, missing, reason, monkeypatch):
     monkeypatch.setattr(f"flyweight.kernels.dispatch.{place}", lambda name: missing)
     with pytest.warns(UserWarning, match=reason) as warned:
@@ -51,6 +59,9 @@ def test_what_triton_lacks_is_said_once_and_the_plain_ops_run(place, missing, re
 
 @pytest.mark.parametrize("name", [name for name in ops.__all__ if hasattr(reference, name)])
 def test_ops_take_the_arguments_of_the_plain_ones(name):
-    plain, fast = (list(inspect.signature(getattr(module, name)).parameters.values()) for module in (reference, ops))
+    plain, fast = (
+        list(inspect.signature(getattr(module, name)).parameters.values())
+        for module in (reference, ops)
+    )
     assert [p.name for p in plain] == [p.name for p in fast[: len(plain)]]
     assert all(p.default is not inspect.Parameter.empty for p in fast[len(plain) :])

@@ -7,34 +7,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tiny_configs import LETTERS
 
 from flyweight.models.presets import PresetWeights
-
-CONFIG = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    hidden_act="silu",
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position_embeddings=256,
-    dtype="float32",
-    bos_token_id=1,
-    eos_token_id=2,
-    vocab_size=96,
-    tie_word_embeddings=True,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-)
 
 
 def make_tiny_model(folder: Path, **changes: object) -> Path:
     """Random weights with a few loud channels, as real models have."""
     folder.mkdir(parents=True)
-    config = CONFIG | changes
+    config = LETTERS | changes
     source = PresetWeights(config, "fp32")
     tensors = {name: source.tensor(name).clone() for name in source.names()}
     loud = torch.ones(config["hidden_size"])

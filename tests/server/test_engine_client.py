@@ -15,7 +15,7 @@ import pytest
 from tiny_server import DEADLINE, START, serving, wait_for
 
 from flyweight.engine.request import SamplingParams
-from flyweight.server import engine_client
+from flyweight.server import engine_client, gathering
 from flyweight.server.engine_client import BEATS, MOST_DEATHS, EngineClient
 from flyweight.server.messages import Cancel, CannotStart
 from flyweight.server.pipe import EnginePipe
@@ -238,11 +238,11 @@ def test_requests_of_one_turn_of_the_event_loop_go_to_the_engine_together():
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_idle_engine_waits_for_requests_that_are_being_read(monkeypatch, busy):
-    monkeypatch.setattr(engine_client, "GATHERING", 60.0)
+    monkeypatch.setattr(gathering, "LONGEST", 60.0)
 
     async def go():
         engine = Gathering(in_flight=int(busy))
-        with engine.client.coming():
+        with engine.client.gathering.coming():
             engine.ask()
             await turns()
             assert engine.sizes == [1] * busy
@@ -254,7 +254,7 @@ def test_an_idle_engine_waits_for_requests_that_are_being_read(monkeypatch, busy
 
 
 def test_an_idle_engine_waits_while_every_turn_brings_a_request(monkeypatch):
-    monkeypatch.setattr(engine_client, "GATHERING", 60.0)
+    monkeypatch.setattr(gathering, "LONGEST", 60.0)
 
     async def go():
         engine = Gathering()
@@ -271,13 +271,13 @@ def test_an_idle_engine_waits_while_every_turn_brings_a_request(monkeypatch):
 def test_an_engine_begins_when_there_is_enough_for_a_step_or_time_is_up(monkeypatch):
     async def go():
         engine = Gathering(step=20)
-        with engine.client.coming():
+        with engine.client.gathering.coming():
             for _ in range(3):
                 engine.ask(tokens=4)
             assert engine.sizes == [3], "others are still being read"
         late = Gathering()
-        monkeypatch.setattr(engine_client, "GATHERING", 0.0)
-        with late.client.coming():
+        monkeypatch.setattr(gathering, "LONGEST", 0.0)
+        with late.client.gathering.coming():
             late.ask()
             await turns()
             return late.sizes

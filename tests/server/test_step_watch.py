@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_server import DEADLINE, START, serving, wait_for
 
-from flyweight.kernels import jit
+from flyweight.kernels import compiler
 from flyweight.server import step_watch
 from flyweight.server.engine_process import EngineLoop
 from flyweight.server.messages import Alive, Hung
@@ -77,10 +77,10 @@ def test_the_report_says_where_the_threads_stand_and_which_kernels_gave_up(monke
 def test_compilations_are_counted(tmp_path, monkeypatch):
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    before = jit.compilations()
+    before = compiler.compilations()
     for _ in range(2):  # the second comes from the cache
-        jit.compile_cubin("token.cu", dict(FP16=0, WIDTH=1000, THREADS=256), "sm_80")
-    assert jit.compilations() == before + 1
+        compiler.compile_cubin("token.cu", dict(FP16=0, WIDTH=1000, THREADS=256), "sm_80")
+    assert compiler.compilations() == before + 1
 
 
 def stuck(connection):

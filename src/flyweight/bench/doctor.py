@@ -25,7 +25,7 @@ from flyweight.bench.timing import percentile
 from flyweight.cpu import usable_cores
 from flyweight.device import unsupported_gpu
 from flyweight.errors import FlyweightError
-from flyweight.kernels import dispatch, jit, tuned
+from flyweight.kernels import compiler, dispatch, tuned
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.machine import copy_bandwidth, cpu_name, device_name
 from flyweight.plugins.sglang.state import state as sglang_state
@@ -157,7 +157,7 @@ def tuned_state(facts: gpu.Gpu) -> str:
 
 
 def cache_state() -> dict[str, Any]:
-    folder = jit.cache_folder()
+    folder = compiler.cache_folder()
     files = [path for path in folder.glob("*") if path.is_file()] if folder.exists() else []
     return {
         "folder": str(folder.parent),
@@ -170,7 +170,7 @@ def cache_state() -> dict[str, Any]:
 
 def _free_bytes() -> int:
     """Where the cache is, or will be."""
-    folder = jit.cache_folder()
+    folder = compiler.cache_folder()
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -187,7 +187,7 @@ def software_checks(device: torch.device) -> list[Check]:
 
 def compiler_check() -> Check:
     try:
-        jit.compile_cubin("token.cu", dict(FP16=0, WIDTH=1000, THREADS=256), "sm_80")
+        compiler.compile_cubin("token.cu", dict(FP16=0, WIDTH=1000, THREADS=256), "sm_80")
     except FlyweightError as error:
         return Check("NVRTC", False, str(error).split("\n")[0])
     return Check("NVRTC", True, "compiles kernels")

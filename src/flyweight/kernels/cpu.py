@@ -36,6 +36,7 @@ from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor, Sparse2
 # batch is slower than a larger one.
 FEW_ROWS = 2
 PACKED_FOR = 8  # rows that the copy is arranged for
+COMPARED = 1 << 20  # weights at a time, of those that may fit 16 bits
 SMALL = 1 << 18  # weights that stay in a core's own cache gain nothing
 MANY_ROWS = 256  # from here on the rearranging costs nothing next to the arithmetic
 
@@ -132,12 +133,19 @@ def half_shift(weight: Tensor) -> int | None:
     bfloat16 has a wider range than float16 and fewer digits: its weights fit once the largest is
     near the top.
     """
-    largest = float(weight.abs().max()) if weight.numel() else 0.0
-    for shift in (0, 15 - int(torch.tensor(largest).frexp().exponent)):
-        scaled = weight * 2.0**shift if shift else weight
-        if torch.equal(scaled.half().float(), scaled):
-            return shift
-    return None
+    if fits_half(weight, 0):
+        return 0
+    low, high = weight.aminmax()
+    largest = max(float(high), -float(low))
+    shift = 15 - int(torch.tensor(largest).frexp().exponent)
+    return shift if fits_half(weight, shift) else None
+
+
+def fits_half(weight: Tensor, shift: int) -> bool:
+    """Part by part, in little memory: where not every value fits, one of the first does not."""
+    parts = weight.split(max(1, COMPARED // max(1, weight[:1].numel())))
+    scaled = (part * 2.0**shift if shift else part for part in parts)
+    return all(torch.equal(part.half().float(), part) for part in scaled)
 
 
 class CpuLinear:

@@ -1,11 +1,6 @@
-"""CUDA source → running kernel, through NVRTC and `cuda.core`: no nvcc, no host compiler, no wheel
-to break.
+"""Kernels by their source file: compiled for the GPU (compiler.py), loaded and launched.
 
-A `.cu` file of this package is compiled once for a set of `#define`s (shapes are compile-time
-constants) and one architecture; the cubin is kept on disk under a hash of all of that and the
-compiler's version. Files are written beside and renamed, so several processes can share the folder.
-Sources include no headers, so none are searched for. Where another GPU is imitated
-(`imitation.py`), PTX of its virtual architecture takes the place of cubins.
+A dry run notes which kernels are asked for instead, and launches nothing.
 """
 
 from __future__ import annotations
@@ -14,24 +9,18 @@ import contextlib
 import contextvars
 import ctypes
 import functools
-import hashlib
 import itertools
-import os
 import struct
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from flyweight import gpu
-from flyweight.errors import FlyweightError, MissingPackageError
 from flyweight.kernels import dependent_launch, imitation, library, stall, together
+from flyweight.kernels.compiler import KernelError, compile_cubin, is_virtual
 
-SOURCES = Path(__file__).parent / "cuda"
 UNASKED_SHARED = 48 * 1024  # bytes of shared memory that every kernel may have
 _overlap = contextvars.ContextVar("overlap", default=True)
 
@@ -48,103 +37,6 @@ def overlap(allowed: bool) -> Iterator[None]:
 
 def overlap_allowed() -> bool:
     return _overlap.get()
-
-
-class KernelError(FlyweightError):
-    """A kernel source did not compile; the message holds the compiler's log."""
-
-
-def _cuda_core() -> Any:
-    try:
-        import cuda.core
-    except ImportError as error:
-        raise MissingPackageError(
-            "CUDA kernels need cuda-core: pip install 'cuda-core>=1.2'"
-        ) from error
-    return cuda.core
-
-
-def cache_folder() -> Path:
-    root = os.environ.get("FLYWEIGHT_CACHE") or Path.home() / ".cache" / "flyweight"
-    return Path(root) / "kernels"
-
-
-@functools.cache
-def _source(file: str) -> str:
-    """The file with this package's own `#include "x.cuh"` lines replaced by their text."""
-    lines = []
-    for line in (SOURCES / file).read_text().splitlines():
-        if line.startswith('#include "'):
-            line = _source(line.split('"')[1])
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _flags(defines: Mapping[str, object]) -> list[str]:
-    return [f"{name}={value}" for name, value in sorted(defines.items())]
-
-
-def cubin_path(
-    file: str, defines: Mapping[str, object], arch: str, registers: int | None = None
-) -> Path:
-    """Where the cache has it, or will."""
-    _cuda_core()  # says what to install
-    from cuda.bindings import nvrtc
-
-    parts = [_source(file), *_flags(defines), arch, str(nvrtc.nvrtcVersion()[1:]), str(registers)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    ending = "ptx" if is_virtual(arch) else "cubin"
-    return cache_folder() / f"{Path(file).stem}-{arch}-{key}.{ending}"
-
-
-_compilations = 0
-
-
-def compilations() -> int:
-    """How many this process has begun."""
-    return _compilations
-
-
-def is_virtual(arch: str) -> bool:
-    """Whether code for it is PTX, which the driver translates."""
-    return arch.startswith("compute_")
-
-
-def compile_cubin(
-    file: str, defines: Mapping[str, object], arch: str, registers: int | None = None
-) -> bytes:
-    """Compile with NVRTC, or take the cubin from the cache. Needs no GPU. `registers`: at most so
-    many a thread. For a virtual architecture (`compute_80`) it is PTX.
-    """
-    flags = _flags(defines)
-    path = cubin_path(file, defines, arch, registers)
-    if path.exists():
-        return path.read_bytes()
-    global _compilations
-    _compilations += 1
-    translate = imitation.compile_ptx if is_virtual(arch) else _to_cubin
-    try:
-        cubin = translate(_source(file), flags, arch, registers)
-    except Exception as error:
-        raise KernelError(
-            f"{file} does not compile for {arch} with {' '.join(flags)}:\n{error}"
-        ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file_beside:
-        file_beside.write(cubin)
-    os.replace(file_beside.name, path)
-    return cubin
-
-
-def _to_cubin(source: str, flags: Sequence[str], arch: str, registers: int | None) -> bytes:
-    core = _cuda_core()
-    options = core.ProgramOptions(
-        std="c++17",
-        arch=arch,
-        max_register_count=registers,
-        define_macro=[tuple(f.split("=", 1)) for f in flags] or None,
-    )
-    return bytes(core.Program(source, code_type="c++", options=options).compile("cubin").code)
 
 
 @functools.cache
@@ -344,57 +236,6 @@ class Kernel:
             link.close()
         if _notes.launches is not None:
             _notes.launches.append(Noted(self, config, args, values))
-
-
-def tensor_map(tensor: Tensor, box: Sequence[int]) -> bytes:
-    """What a kernel's tensor copies need to know of a tensor [z, y, x] of 16-bit values, and of the
-    boxes [z, y, x] copied out of it: an argument by value. Rows of a box are 128 bytes, and come to
-    lie swizzled; values beyond the tensor are zeros.
-    """
-    if gpu.is_pretended():
-        return b""
-    return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tuple(box))
-
-
-@functools.lru_cache(maxsize=4096)
-def _tensor_map(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> bytes:
-    assert strides[-1] == 1 and box[-1] == 64
-    # of cuda.h
-    rank = len(shape)
-    sixteen_bits = 1
-    no_interleaving = 0
-    swizzle_128_bytes = 3
-    fetch_256_bytes = 3
-    zeros = 0
-    room = ctypes.create_string_buffer(256)
-    # cuda.bindings has these 128 bytes wherever Python puts its object
-    place = -(-ctypes.addressof(room) // 128) * 128
-    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
-    steps = (ctypes.c_uint64 * (rank - 1))(*(2 * s for s in strides[-2::-1]))
-    boxes = (ctypes.c_uint32 * rank)(*reversed(box))
-    ones = (ctypes.c_uint32 * rank)(*[1] * rank)
-    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place),
-        sixteen_bits,
-        rank,
-        ctypes.c_void_p(address),
-        sizes,
-        steps,
-        boxes,
-        ones,
-        no_interleaving,
-        swizzle_128_bytes,
-        fetch_256_bytes,
-        zeros,
-    )
-    if status:
-        raise KernelError(
-            f"no tensor map of {shape} with strides {strides} in boxes of {box}: the driver's "
-            f"error {status}"
-        )
-    return ctypes.string_at(place, 128)
 
 
 class ImitatedKernel(Kernel):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyweight.kernels import jit
+from flyweight.kernels import compiler, jit
 
 Listen = Callable[[str, int, int], None]  # what it is about, how many are done, of how many
 DryRun = Callable[[], set[jit.Wanted]]  # can be pickled
@@ -52,19 +52,19 @@ def precompile(
             fresh = sum(_finished(list(jobs.values()), "kernels", listen))
         finally:
             pool.shutdown(cancel_futures=True)
-    return Compiled(len(jobs), fresh, time.monotonic() - begin, jit.cache_folder())
+    return Compiled(len(jobs), fresh, time.monotonic() - begin, compiler.cache_folder())
 
 
 def _get_ready() -> None:
     """Import what a compiling process needs: seconds of it."""
-    jit._cuda_core()
+    compiler.cuda_core()
 
 
 def _compile(one: jit.Wanted, architecture: str) -> bool:
     """Whether it was not there before."""
     kernel = (one.file, dict(one.defines), architecture, one.registers)
-    there = jit.cubin_path(*kernel).exists()
-    jit.compile_cubin(*kernel)
+    there = compiler.cubin_path(*kernel).exists()
+    compiler.compile_cubin(*kernel)
     return not there
 
 

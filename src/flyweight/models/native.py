@@ -70,7 +70,7 @@ def prepared_parts(weights: Weights, *, exact: bool, head_bits: int | None) -> P
     fingerprint = getattr(weights, "fingerprint", None)
     if fingerprint is None or not prepared.limit_bytes():
         return read_parts(weights, exact=exact, head_bits=head_bits)
-    circumstances = [fingerprint, library.build().name, code_state(), f"{exact} {head_bits}"]
+    circumstances = [fingerprint, library.loaded_name(), code_state(), f"{exact} {head_bits}"]
     path = prepared.file_of(weights.folder, circumstances)  # type: ignore[attr-defined]
     if found := prepared.read(path):
         return kept.restore(*found)

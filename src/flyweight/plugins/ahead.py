@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import Gpu
-from flyweight.kernels import dispatch, jit, tuned
+from flyweight.kernels import compiler, dispatch, jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.precompile import precompile
@@ -170,14 +170,14 @@ def _marker(names: Sequence[str]) -> Path:
     parts = [*names, _sources(), str(nvrtc.nvrtcVersion()[1:]), jit.current_architecture()]
     parts.append(str(gpu.of(torch.cuda.current_device())))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return jit.cache_folder() / f"ahead-{key}"
+    return compiler.cache_folder() / f"ahead-{key}"
 
 
 @functools.cache
 def _sources() -> str:
     """A hash of this package's kernels and of what chooses them."""
     found = hashlib.sha256()
-    for path in sorted(jit.SOURCES.parent.rglob("*")):
+    for path in sorted(compiler.SOURCES.parent.rglob("*")):
         if path.suffix in (".py", ".cu", ".cuh", ".toml"):
             found.update(path.read_bytes())
     return found.hexdigest()

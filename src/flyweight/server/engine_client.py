@@ -16,7 +16,6 @@ whole process, which is killed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
 import multiprocessing
@@ -24,13 +23,14 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import FlyweightError
 from flyweight.server.engine_process import run_engine
+from flyweight.server.gathering import Gathering
 from flyweight.server.messages import (
     Cancel,
     CannotStart,
@@ -55,7 +55,6 @@ LONGEST_RETRY = 60  # seconds
 # itself
 BEATS = 4
 ENDING = 5.0  # seconds for a process to end by itself
-GATHERING = 0.03  # seconds that the first request of a burst waits for the others at most
 REAPING = 2.0  # seconds that a killed process has to be gone
 
 
@@ -92,10 +91,11 @@ class EngineClient:
         # by key: the ticket, and which of its prompts
         self.tickets: dict[int, tuple[Ticket, int]] = {}
         self.keys = itertools.count()
-        self.gathered: list[Submit] = []  # to be sent together
-        self.gathered_since = 0.0
-        self.gathered_tokens = 0
-        self.preparing = 0  # requests that are being read
+        self.gathering = Gathering(
+            self._send_all,
+            in_flight=lambda: self.in_flight,
+            step_tokens=lambda: self.facts["prompt_tokens_beside"],
+        )
         self.deaths: deque[float] = deque()
         self.process: BaseProcess | None = None
         self.connection: EnginePipe | None = None
@@ -161,7 +161,7 @@ class EngineClient:
     def _disconnect(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
-        self.gathered = []
+        self.gathering.drop()
         if self.connection is not None:
             asyncio.get_running_loop().remove_reader(self.connection.fileno())
             self.connection.close()
@@ -335,7 +335,7 @@ class EngineClient:
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._gather(
+            self.gathering.add(
                 Submit(
                     key,
                     prompt,
@@ -377,65 +377,12 @@ class EngineClient:
                 param="max_tokens" if answer and prompt < context else "prompt",
             )
 
-    @contextlib.contextmanager
-    def coming(self) -> Iterator[None]:
-        """While a request is read, before it is submitted."""
-        self.preparing += 1
-        try:
-            yield
-        finally:
-            self.preparing -= 1
-            asyncio.get_running_loop().call_soon(self._turn_is_over)
-
-    def _gather(self, command: Submit) -> None:
-        """Requests that come at once go to the engine together: it computes their prompts in one
-        step, where it would begin with the first alone, and the others would wait for its steps.
-        """
-        if not self.gathered:
-            self.gathered_since = time.perf_counter()
-            asyncio.get_running_loop().call_soon(self._turn_is_over)
-        self.gathered.append(command)
-        self.gathered_tokens += len(command.prompt)
-        if self._may_begin():
-            self._send_gathered()
-
-    def _may_begin(self) -> bool:
-        """Whether nothing is gained by waiting: the first step has half of the tokens that a step
-        takes beside answers, which keep the device at work while the others are read, or time is
-        up.
-        """
-        return (
-            self.gathered_tokens >= self.facts["prompt_tokens_beside"] // 2
-            or time.perf_counter() - self.gathered_since > GATHERING
-        )
-
-    def _turn_is_over(self, known: int = 0) -> None:
-        """Of the event loop, in whose last turn `known` requests were there. An engine at work gets
-        what there is; one that has nothing to do waits for requests that are being read, and for
-        those that come turn by turn.
-        """
-        count = len(self.gathered)
-        if not count:
-            return
-        idle = self.in_flight <= sum(command.params.n for command in self.gathered)
-        loop = asyncio.get_running_loop()
-        if not idle or self._may_begin():
-            self._send_gathered()
-        elif count > known:
-            loop.call_soon(self._turn_is_over, count)
-        elif self.preparing:
-            loop.call_later(GATHERING, self._turn_is_over)
-        else:
-            self._send_gathered()
-
-    def _send_gathered(self) -> None:
-        gathered, self.gathered = self.gathered, []
-        self.gathered_tokens = 0
-        if gathered and self.connection is not None:
-            self.connection.send(gathered)
+    def _send_all(self, commands: list[Submit]) -> None:
+        if self.connection is not None:
+            self.connection.send(commands)
 
     def _send(self, command: Any) -> None:
-        self._send_gathered()  # which it may be about
+        self.gathering.flush()  # which it may be about
         if self.connection is not None:
             self.connection.send([command])
 

@@ -96,7 +96,7 @@ def warm_up(llm: LLM) -> None:
 
 
 def kernels_compiled() -> int:
-    from flyweight.kernels.jit import compilations
+    from flyweight.kernels.compiler import compilations
 
     return compilations()
 

@@ -108,7 +108,7 @@ class Service:
             )
         # before the work: there may be very many
         self.engine.check_room(len(body.prompts), body.samples)
-        with self.engine.coming():
+        with self.engine.gathering.coming():
             prompts = await self.prompts.encode(
                 body.prompts, special=body.add_special_tokens is not False, context=self.context
             )
@@ -180,7 +180,7 @@ class Service:
         )
 
     async def prepare(self, body: ChatRequest) -> PreparedChat:
-        with self.engine.coming():
+        with self.engine.gathering.coming():
             return await self._prepare(body)
 
     async def _prepare(self, body: ChatRequest) -> PreparedChat:

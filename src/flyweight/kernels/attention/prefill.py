@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.tensor_map import tensor_map
 from flyweight.transfer import upload
 
 BOX = 16  # tokens that are copied at once out of a page
@@ -163,8 +164,8 @@ def attend(
     cache's [blocks, block_size, kv_heads, head_dim] with its block tables.
     """
     box = (1, BOX if units.page else heads.tile.keys, 64)
-    maps = [jit.tensor_map(x.view(-1, *x.shape[-2:]).transpose(0, 1), box) for x in (keys, values)]
-    groups = jit.tensor_map(query, (heads.tokens, heads.heads // heads.kv_heads, 64))
+    maps = [tensor_map(x.view(-1, *x.shape[-2:]).transpose(0, 1), box) for x in (keys, values)]
+    groups = tensor_map(query, (heads.tokens, heads.heads // heads.kv_heads, 64))
     grid = min(gpu.of(query.device).processors, len(units.records) * heads.kv_heads)
     args = (
         groups,

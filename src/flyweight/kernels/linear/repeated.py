@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyweight.kernels import jit, workspace
+from flyweight.kernels import compiler, jit, workspace
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
@@ -58,7 +58,7 @@ class Launch:
         layout.write(*values)
         status = _driver_launch()(self.configuration, self.handle, layout.address, None)
         if status:
-            raise jit.KernelError(f"{self.name} was not launched again: error {status}")
+            raise compiler.KernelError(f"{self.name} was not launched again: error {status}")
 
 
 @functools.cache

@@ -122,6 +122,11 @@ def load() -> ctypes.CDLL:
     return library
 
 
+def loaded_name() -> str:
+    """Says of which sources, compiler and instructions this process's library is."""
+    return Path(load()._name).name
+
+
 @functools.cache
 def why_not() -> str | None:
     """None where the kernels can be used, else the reason in one line."""
