@@ -209,7 +209,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
     }
   }
   stage_integers(all, *(Staging*)partial, (char*)raw + X_AT, in, 32 * chunks, most, epsilon);
-  float added = 0;  // to this thread's first output: on its way while products run
+  // A thread's outputs are all in one place of their row blocks: what its bytes mean, and what is added to its first output, is on
+  // its way while products run.
+  const float* const numbers = (const float*)(part.book + BYTE_BOOK) + threadIdx.x / 4 % 8;  // [step, least][8]
+  const float step = __ldg(numbers), least = __ldg(numbers + 8);
+  float added = 0;
   constexpr int SUMS_HERE = 8 * ROWS;
   if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * here * SUMS_HERE)
     added = out.added(out.place(block0 + threadIdx.x / (4 * SUMS_HERE), threadIdx.x / 4 % SUMS_HERE));
@@ -234,7 +238,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   __syncthreads();
 
   // Runs are contiguous, so slot warp + block is unique; four threads add the warps of a block, always in one order.
-  const float* const numbers = (const float*)(part.book + BYTE_BOOK);  // [step, least][8]
   for (int i = threadIdx.x; i < 4 * here * SUMS_HERE; i += THREADS) {
     const int b = i / (4 * SUMS_HERE), inner = i / 4 % SUMS_HERE, row = inner / 8;
     float sum = 0;
@@ -244,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int at = out.place(block0 + b, inner);
     if (i % 4 || at < 0) continue;
-    const float products = sum * __ldg(numbers + inner % 8) + (float)all.whole[row] * __ldg(numbers + 8 + inner % 8);
+    const float products = sum * step + (float)all.whole[row] * least;
     const float value = (products * all.steps[row] + all.bias[row]) * all.factor[row];
     y[at] = to_bits(value + (i == threadIdx.x ? added : out.added(at)));
   }
