@@ -100,6 +100,8 @@ struct Staging {  // in the place of the sums, which nobody has yet
   Sums sums[WARPS][ROWS];
   float peaks[WARPS][ROWS];
 };
+// Of numbers that are not negative, whose bits are in their order: one instruction.
+DEVICE float warp_peak(float v) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v))); }
 // x as integers, the largest of a row the largest that there may be.
 DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int units, float most, float epsilon) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -126,7 +128,7 @@ DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const Sums sum = {warp_sum(sums[r].bias), NORM ? warp_sum(sums[r].squares) : 0.f};
-    peak[r] = warp_largest(peak[r]);
+    peak[r] = warp_peak(peak[r]);
     if (lane == 0) s.sums[warp][r] = sum, s.peaks[warp][r] = peak[r];
     if (threadIdx.x == 0) all.whole[r] = 0;
   }
@@ -134,7 +136,7 @@ DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int
   float inverse[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const float highest = warp_largest(lane < WARPS ? s.peaks[lane][r] : 0.f), step = highest == 0 ? 1.f : highest / most;
+    const float highest = warp_peak(lane < WARPS ? s.peaks[lane][r] : 0.f), step = highest == 0 ? 1.f : highest / most;
     inverse[r] = 1.f / step;
     if (warp != r) continue;
     const Sums mine = lane < WARPS ? s.sums[lane][r] : Sums{0.f, 0.f};
@@ -166,8 +168,7 @@ DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) whole[r] += __shfl_xor_sync(~0u, whole[r], o);
+    whole[r] = __reduce_add_sync(~0u, whole[r]);
     if (lane == 0) atomicAdd(&all.whole[r], whole[r]);  // integers: in any order
   }
   __syncthreads();
