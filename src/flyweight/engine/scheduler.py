@@ -58,7 +58,7 @@ MANY_CACHED = 2048
 GAPS_A_LONG_ONE = 200
 # requests that wait, at least and for each that is answered: with more, long passes cost nothing
 BURST = 4
-BURST_SHARE = 0.75
+BURST_SHARE = 0.2
 
 
 @dataclass(frozen=True)
