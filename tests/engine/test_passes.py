@@ -197,6 +197,22 @@ def test_parts_of_prompts_are_of_kinds_that_were_captured_before_the_first_reque
     assert len(large_graphs.held) == kinds, "none had to be launched one by one"
 
 
+def test_longer_passes_are_compiled_by_one_layer_and_touch_nobodys_pages(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    ran, run = [], layers.Block.run
+
+    def noted(block, hidden, *args, **options):
+        ran.append((block.index, len(hidden)))
+        return run(block, hidden, *args, **options)
+
+    monkeypatch.setattr(layers.Block, "run", noted)
+    story = Story(load(CONFIG, torch.float16), tolerance=1)
+    before = [cache.keys[:-1].clone() for cache in story.padded]
+    passes.PassGraphs(story.decoder, story.padded, story.rows).warm_up_long(1700)
+    assert ran == [(0, 1280), (0, 1536)], "what is up to 1,024 is captured, and longer is no pass"
+    assert all(torch.equal(cache.keys[:-1], keys) for cache, keys in zip(story.padded, before, strict=True))
+
+
 def test_a_server_captures_mixed_steps_when_nobody_waits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     made = []

@@ -126,6 +126,10 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     assert turns(60, 60, 60, 60) == [64, 64, 64, 48], "where that is worth it"
     monkeypatch.setattr(schedulers, "MANY_CACHED", 100)
     assert turns(200) == [64, 64, 48, 24], "attention to many cached tokens takes longer"
+    monkeypatch.setattr(schedulers, "MANY_ANSWERS", 2)
+    assert turns(130) == [64, 48, 18], "a prompt that is being read counts: it may answer behind this pass"
+    assert turns(200) == [64, 48, 32, 32, 24], "where both is so a pass is half as large"
+    monkeypatch.setattr(schedulers, "MANY_CACHED", 10_000)
     monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
     assert turns(100) == [48, 48, 4], "steps of many answers take longer"
     scheduler.long_gaps = 3.0

@@ -175,7 +175,7 @@ def test_a_text_is_encoded_without_the_interpreter_lock():
         def get_added_tokens_decoder(self):
             return {}
 
-        def encode_batch(self, texts, add_special_tokens):
+        def encode_batch_fast(self, texts, add_special_tokens):
             return [SimpleNamespace(ids=[len(text), int(add_special_tokens)]) for text in texts]
 
     tokenizer = BareTokenizer(SimpleNamespace(tokenizer=Library(), end_id=0), load=lambda: None)

@@ -130,6 +130,14 @@ DEVICE u32 __reduce_max_sync(u32, u32 v) {
   share(mine, found);
   return (u32)*std::max_element(found, found + 32);
 }
+DEVICE int __reduce_add_sync(u32, int v) {
+  const u64 mine[1] = {(u32)v};
+  u64 found[32];
+  share(mine, found);
+  u32 sum = 0;
+  for (u64 one : found) sum += (u32)one;
+  return (int)sum;
+}
 template <class... A, size_t... I> static void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
   kernel(*(A*)args[I]...);
 }

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from tiny_server import DEADLINE, ScriptedEngine, serving
 
 from flyweight.server import counts, prompts, protocol
+from flyweight.server import threads as pool
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from flyweight.server.refusals import BadRequest, ContextTooLong, QueueFull
 from flyweight.server.threads import AT_ONCE, Threads, Worker
@@ -184,6 +185,40 @@ def test_long_work_is_refused_when_all_places_are_taken():
 
     results, after = asyncio.run(go())
     assert set(results) == {"done"} and after == 5
+
+
+def meet(parties, jobs):
+    """Jobs that each wait until so many of them are at work; the most there were at once."""
+    barrier, lock, here, most = threading.Barrier(parties), threading.Lock(), 0, 0
+
+    def work():
+        nonlocal here, most
+        with lock:
+            here += 1
+            most = max(most, here)
+        barrier.wait(DEADLINE)
+        with lock:
+            here -= 1
+
+    async def go():
+        threads = Threads()
+        await asyncio.gather(
+            *(
+                threads.run(work, seconds=DEADLINE, refusal=lambda: BadRequest("late"))
+                for _ in range(jobs)
+            )
+        )
+
+    asyncio.run(go())
+    return most
+
+
+def test_few_of_a_burst_are_read_at_once_and_long_work_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(pool, "AT_ONCE", 8)
+    monkeypatch.setattr(pool, "BRISK", DEADLINE)
+    assert meet(pool.BEGINNING, 4 * pool.BEGINNING) == pool.BEGINNING
+    monkeypatch.setattr(pool, "BRISK", 0)
+    assert meet(8, 8) == 8, "none of them ends before the last has begun"
 
 
 def test_threads_are_used_again_unless_they_were_stopped():

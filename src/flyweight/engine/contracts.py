@@ -60,6 +60,9 @@ class Passes(Protocol):
     def warm_up_parts(self) -> None:
         """And those of prompts in turns with answers."""
 
+    def warm_up_long(self, most: int) -> None:
+        """And whatever longer passes, of up to so many tokens, need."""
+
     patient: bool  # whether others are prepared when nobody waits
     alone: bool  # whether only prompts alone, from their first token, are prepared at all
 

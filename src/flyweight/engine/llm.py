@@ -325,6 +325,7 @@ class LLM:
                 captured.warm_up()
         if runner.passes is not None and self.takes_turns:
             runner.passes.warm_up_parts()
+            runner.passes.warm_up_long(self.engine.scheduler.max_num_batched_tokens)
         if self.engine.speculator is not None:
             self.engine.speculator.drafter.warm_up()
             if runner.shared_steps is not None:

@@ -14,8 +14,9 @@ when a kind comes again. Parts of prompts without answers, which take turns with
 come in few kinds (`packed.PART_SIZES`), all captured before its first request (`warm_up_parts`).
 Capturing takes as long as several steps. So a server, whose readers wait meanwhile, leaves it for
 when nobody is there (`rest`), unless a kind keeps coming. Longer passes are launched one by one:
-they keep the device busy for longer than that takes. The head and the choice of tokens follow
-outside of the graph, while the device is busy.
+they keep the device busy for longer than that takes; their kernels are compiled before the first
+request, too (`warm_up_long`). The head and the choice of tokens follow outside of the graph, while
+the device is busy.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from flyweight.engine.packed import PART_SIZES, SIZES, filler
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.kernels.dispatch import unsupported_by_triton
-from flyweight.models.attention import Plans
+from flyweight.models.attention import Paged, Plans
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import upload
 
@@ -44,6 +45,9 @@ MOST = 96  # kinds of passes held; the one that was not used for longest goes
 # cached tokens: with so many the attention of a part of a prompt is cut up in different ways
 AFTER = (16, 1024, 2048)
 END = 16  # tokens of one prompt's end beside the beginning of another
+# passes that are not captured: numbers of tokens within so many ask for the same kernels
+LONG_STEP = 256
+HEADS = 8  # prompts that a pass ends: with more the head has no kernels of its own
 
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
@@ -114,6 +118,36 @@ class PassGraphs:
                 self._prepare([(size, cached)])
             for cached in fitting[1:2]:
                 self._prepare([(size - END, 0), (END, cached)])
+
+    @torch.inference_mode()
+    def warm_up_long(self, most: int) -> None:
+        """Compile what passes of more tokens ask for, up to `most`, and heads of several prompts: a
+        stall in the first pass of a kind would hold up whoever is there. A layer of each kind is
+        enough.
+        """
+        decoder = self.decoder
+        if self.alone or decoder.config.state_layers or decoder.offload is not None:
+            return
+        kinds = {(block.plan.attention, type(block.mlp)): block for block in decoder.blocks[::-1]}
+        page, spare = self.caches[0].block_size, len(self.caches[0].keys) - 1
+        with decoder.active():
+            for size in range(SIZES[-1] + LONG_STEP, most + 1, LONG_STEP):
+                starts = [*range(0, size, min(size // 2, self.context)), size]
+                lengths = [end - begin for begin, end in itertools.pairwise(starts)]
+                table = numpy.full((len(lengths), -(-lengths[0] // page)), spare, dtype=numpy.int32)
+                adapters = [numpy.full(size, NOBODY, dtype=numpy.int32)] if self.adapted else []
+                tokens, positions, slots, *chosen, tables = upload(
+                    self.device, *filler(size, spare, page), *adapters, table
+                )
+                batch = Batch(
+                    tokens, positions, slots, tables, starts, lengths, tokens[:0], *chosen
+                )
+                stage = Paged(batch, self.caches, decoder.ropes, decoder.ops)
+                hidden = decoder.embedding(tokens)
+                for block in kinds.values():
+                    hidden = block.run(hidden, stage, in_place=True)
+            for ended in range(1, HEADS + 1):
+                decoder.logits(self.states[:ended])
 
     def _prepare(self, parts: Sequence[tuple[int, int]]) -> None:
         """Capture a pass of sequences that nobody asked for: tokens of each, and how many of it are

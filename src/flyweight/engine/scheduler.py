@@ -49,7 +49,8 @@ from flyweight.models.rope import long_border
 # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 PROMPT_LOGITS = 1024
 # steps of more answers take longer, since linears of more rows are other kernels, and so do passes
-# with attention to more cached tokens: there passes are smaller by a quarter, and gaps hardly grow
+# with attention to more cached tokens: there passes are smaller by a quarter, where both is so by
+# half, and gaps hardly grow
 MANY_ANSWERS = 64
 MANY_CACHED = 2048
 # one gap in so many may be long: answers save up for long passes of prompts, and spend what they
@@ -57,7 +58,7 @@ MANY_CACHED = 2048
 GAPS_A_LONG_ONE = 200
 # requests that wait, at least and for each that is answered: with more, long passes cost nothing
 BURST = 4
-BURST_SHARE = 0.75
+BURST_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,9 @@ class Scheduler:
         reading = [request for request in self.running if request.missing > 1]
         coming = list(itertools.islice(self.waiting, self.max_num_seqs - len(self.running)))
         answers = len(self.running) - len(reading)
-        if answers > MANY_ANSWERS or any(request.computed > MANY_CACHED for request in reading):
-            most = 3 * most // 4
+        many = len(self.running) > MANY_ANSWERS  # a prompt that is being read may answer behind it
+        long_ago = any(request.computed > MANY_CACHED for request in reading)
+        most -= (many + long_ago) * most // 4
         long = max(most, self.prompt_tokens_beside)
         unread = reading + coming
         tokens = sum(request.missing for request in unread)

@@ -129,7 +129,8 @@ class DecodeAttention:
         if not attending:
             return
         first = self.layers[id(attending[0])].shape
-        self.workspace = Workspace.make(first, self.size, device)
+        crowded = attending[0].qkv.fused.crowds(self.size)
+        self.workspace = Workspace.make(first, self.size, device, beside=crowded)
         if self.separate is None:
             self.mailboxes = mailbox_cycle(
                 first, self.size, len(attending), dtype=buffers.dtype, device=device

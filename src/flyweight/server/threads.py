@@ -5,6 +5,10 @@ pieces of work. A piece of work that is over its time is stopped by an exception
 may arrive a moment after its end: then it must find nobody else's work there. So a thread that was
 stopped is never used again. Python code (a chat template) stops at its next instruction; a
 library's own code (a tokenizer) goes on to its end, and keeps its place among `AT_ONCE` until then.
+
+Few begin at once, since Python runs one thread at a time: of a burst of chats the first are read
+while the others wait, where all together would be read only with the last. Work that takes longer
+than `BRISK` seconds lets the next begin.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from flyweight.server.refusals import QueueFull, Refusal
 Result = TypeVar("Result")
 Job = Callable[[], None]
 AT_ONCE = max(2, os.cpu_count() or 1)
+BEGINNING = 3  # that were begun within the last `BRISK` seconds
+BRISK = 0.02
 
 
 class Stopped(BaseException):
@@ -56,6 +62,7 @@ class Threads:
 
     def __init__(self) -> None:
         self.places = asyncio.Semaphore(AT_ONCE)
+        self.turns = asyncio.Semaphore(BEGINNING)
         self.idle: list[Worker] = []
 
     async def run(
@@ -66,7 +73,7 @@ class Threads:
         """
         try:
             async with asyncio.timeout(seconds):
-                await self.places.acquire()
+                await self._take_place()
         except TimeoutError:
             raise QueueFull(
                 "too many long prompts are being read at once; try again later", retry_after=5
@@ -74,13 +81,23 @@ class Threads:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         worker = self._take()
-        over = False
+        over = turn_over = False
+
+        def let_next_begin() -> None:
+            nonlocal turn_over
+            if not turn_over:
+                turn_over = True
+                self.turns.release()
+
+        timer = loop.call_later(BRISK, let_next_begin)
 
         def finish(result: Any, error: BaseException | None) -> None:
             nonlocal over
             if over:
                 return
             over = True
+            timer.cancel()
+            let_next_begin()
             self.places.release()
             if not worker.stopped:
                 self.idle.append(worker)
@@ -114,6 +131,14 @@ class Threads:
             future.cancel()
             worker.stop()
             raise refusal() from None
+
+    async def _take_place(self) -> None:
+        await self.places.acquire()
+        try:
+            await self.turns.acquire()
+        except BaseException:
+            self.places.release()
+            raise
 
     def _take(self) -> Worker:
         if self.idle:

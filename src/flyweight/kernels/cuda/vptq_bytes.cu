@@ -96,37 +96,55 @@ struct __align__(32) Row {
   u64 barrier;
 };
 static_assert(sizeof(Row) == 32 * ROWS, "what the host reserves");
+// The warps whose runs, WARPS even shares of the chunks of `here` row blocks, have chunks of a block: the first, and behind it (from
+// bit 8 on) the one after the last.
+DEVICE u32 warps_of(int block, int here, int chunks) {
+  const int total = here * chunks, first = (WARPS * (block * chunks + 1) + total - 1) / total - 1;
+  return (u32)max(first, 0) | (u32)min(WARPS, (WARPS * (block + 1) + here - 1) / here) << 8;
+}
 struct Staging {  // in the place of the sums, which nobody has yet
   Sums sums[WARPS][ROWS];
   float peaks[WARPS][ROWS];
 };
-// x as integers, the largest of a row the largest that there may be.
-DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int units, float most, float epsilon) {
+// Of numbers that are not negative, whose bits are in their order: one instruction.
+DEVICE float warp_peak(float v) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v))); }
+// x as integers, the largest of a row the largest that there may be. `meanwhile` is done while the first of x is on its way.
+template <class Work>
+DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int units, float most, float epsilon, const Work& meanwhile) {
+  constexpr int BATCH = ROWS == 1 && UNITS <= 3 ? UNITS : 1;  // eights of a thread on their way, as registers allow
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float value[ROWS][UNITS][8], peak[ROWS] = {};
   Sums sums[ROWS] = {};
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const int unit = threadIdx.x + u * THREADS;
-    if (unit >= units) break;
-    const Eight e = load_eight(in, 8 * unit);
-    if (u == 0) wait_for_inputs();
-    Loaded l[ROWS];
+  for (int first = 0; first < UNITS; first += BATCH) {
+    Eight eights[BATCH];
+    Loaded loaded[BATCH][ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) l[r] = load_x(in, e, r, 8 * unit);
+    for (int b = 0; b < BATCH; b++)
+      if (const int unit = threadIdx.x + (first + b) * THREADS; unit < units) eights[b] = load_eight(in, 8 * unit);
+    if (first == 0) wait_for_inputs();
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
+    for (int b = 0; b < BATCH; b++)
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        value[r][u][j] = scaled(l[r], e, j, sums[r]);
-        peak[r] = largest(peak[r], fabsf(value[r][u][j]));
-      }
+      for (int r = 0; r < ROWS; r++)
+        if (const int unit = threadIdx.x + (first + b) * THREADS; unit < units) loaded[b][r] = load_x(in, eights[b], r, 8 * unit);
+    if (first == 0) meanwhile();
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      if ((int)threadIdx.x + (first + b) * THREADS >= units) break;
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          value[r][first + b][j] = scaled(loaded[b][r], eights[b], j, sums[r]);
+          peak[r] = largest(peak[r], fabsf(value[r][first + b][j]));
+        }
+    }
   }
-  wait_for_inputs();  // every thread must, also one without a column
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const Sums sum = {warp_sum(sums[r].bias), NORM ? warp_sum(sums[r].squares) : 0.f};
-    peak[r] = warp_largest(peak[r]);
+    peak[r] = warp_peak(peak[r]);
     if (lane == 0) s.sums[warp][r] = sum, s.peaks[warp][r] = peak[r];
     if (threadIdx.x == 0) all.whole[r] = 0;
   }
@@ -134,7 +152,7 @@ DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int
   float inverse[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const float highest = warp_largest(lane < WARPS ? s.peaks[lane][r] : 0.f), step = highest == 0 ? 1.f : highest / most;
+    const float highest = warp_peak(lane < WARPS ? s.peaks[lane][r] : 0.f), step = highest == 0 ? 1.f : highest / most;
     inverse[r] = 1.f / step;
     if (warp != r) continue;
     const Sums mine = lane < WARPS ? s.sums[lane][r] : Sums{0.f, 0.f};
@@ -166,8 +184,7 @@ DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) whole[r] += __shfl_xor_sync(~0u, whole[r], o);
+    whole[r] = __reduce_add_sync(~0u, whole[r]);
     if (lane == 0) atomicAdd(&all.whole[r], whole[r]);  // integers: in any order
   }
   __syncthreads();
@@ -200,19 +217,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   };
 #pragma unroll
   for (int slot = 0; slot < DEPTH; slot++) fetch(slot, begin + slot);
-  if constexpr (RES_BITS > 0) {
-    constexpr int COUNT = 1 << RES_BITS;
-    for (int i = threadIdx.x; i < COUNT * 2; i += THREADS) {  // two threads an entry; neighbours begin with different copies
-      const uint2 entry = ((const uint2*)part.residual)[i % COUNT];
-      for (int c = i / COUNT; c < COPIES; c += 2)
-        *(uint2*)(raw + BYTE_BOOK + (i % COUNT) * COPIES * 8 + (c + i) % COPIES * 8) = entry;
-    }
-  }
-  stage_integers(all, *(Staging*)partial, (char*)raw + X_AT, in, 32 * chunks, most, epsilon);
-  float added = 0;  // to this thread's first output: on its way while products run
+  constexpr int COUNT = 1 << RES_BITS, HELD = RES_BITS ? (2 * COUNT + THREADS - 1) / THREADS : 0;  // two threads an entry
+  uint2 held[HELD + 1];
+#pragma unroll
+  for (int h = 0; h < HELD; h++)
+    if (const int i = threadIdx.x + h * THREADS; i < 2 * COUNT) held[h] = ((const uint2*)part.residual)[i % COUNT];
+  // A thread's outputs are all in one place of their row blocks. What its bytes mean, which warps add to the first and what else is
+  // added to it is known before the products are.
   constexpr int SUMS_HERE = 8 * ROWS;
-  if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * here * SUMS_HERE)
-    added = out.added(out.place(block0 + threadIdx.x / (4 * SUMS_HERE), threadIdx.x / 4 % SUMS_HERE));
+  const float* const numbers = (const float*)(part.book + BYTE_BOOK) + threadIdx.x % 8;  // [step, least][8]
+  const u32 warps = kept(warps_of(threadIdx.x / SUMS_HERE, here, chunks));
+  float step = 0, least = 0, added = 0;
+  stage_integers(all, *(Staging*)partial, (char*)raw + X_AT, in, 32 * chunks, most, epsilon, [&] {
+    step = __ldg(numbers), least = __ldg(numbers + 8);
+    if (threadIdx.x < here * SUMS_HERE) added = out.added(out.place(block0 + threadIdx.x / SUMS_HERE, threadIdx.x % SUMS_HERE));
+#pragma unroll
+    for (int h = 0; h < HELD; h++)
+      if (const int i = threadIdx.x + h * THREADS; i < 2 * COUNT)
+        for (int c = i / COUNT; c < COPIES; c += 2)  // neighbours begin with different copies
+          *(uint2*)(raw + BYTE_BOOK + (i % COUNT) * COPIES * 8 + (c + i) % COPIES * 8) = held[h];
+  });
   book_ready(&all.barrier);
 
   Products acc = {};
@@ -233,18 +257,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   }
   __syncthreads();
 
-  // Runs are contiguous, so slot warp + block is unique; four threads add the warps of a block, always in one order.
-  const float* const numbers = (const float*)(part.book + BYTE_BOOK);  // [step, least][8]
-  for (int i = threadIdx.x; i < 4 * here * SUMS_HERE; i += THREADS) {
-    const int b = i / (4 * SUMS_HERE), inner = i / 4 % SUMS_HERE, row = inner / 8;
+  // Runs are contiguous, so slot warp + block is unique; a thread adds the warps of an output, always in one order.
+  for (int i = threadIdx.x; i < here * SUMS_HERE; i += THREADS) {
+    const int b = i / SUMS_HERE, inner = i % SUMS_HERE, row = inner / 8;
+    const u32 range = i == threadIdx.x ? warps : warps_of(b, here, chunks);
     float sum = 0;
-    for (int w = b * WARPS / here + i % 4; w < WARPS && total * w / WARPS < (b + 1) * chunks; w += 4)
-      if (total * (w + 1) / WARPS > max(b * chunks, total * w / WARPS)) sum += partial[(w + b) * SUMS_HERE + inner];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+#pragma unroll 4
+    for (int w = range & 0xff; w < (int)(range >> 8); w++)
+      if (total * (w + 1) / WARPS > total * w / WARPS) sum += partial[(w + b) * SUMS_HERE + inner];
     const int at = out.place(block0 + b, inner);
-    if (i % 4 || at < 0) continue;
-    const float products = sum * __ldg(numbers + inner % 8) + (float)all.whole[row] * __ldg(numbers + 8 + inner % 8);
+    if (at < 0) continue;
+    const float products = sum * step + (float)all.whole[row] * least;
     const float value = (products * all.steps[row] + all.bias[row]) * all.factor[row];
     y[at] = to_bits(value + (i == threadIdx.x ? added : out.added(at)));
   }

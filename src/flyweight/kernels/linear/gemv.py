@@ -410,5 +410,7 @@ def multiply(
         *(adapted.arguments if adapted else ()),
     )
     threads = chosen.threads + 32 * (adapted is not None)
-    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
+    # with room for the next launch's thread blocks, whatever was launched before
+    carve_out = 100 if device.has_dependent_launch else None
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl, carve_out=carve_out)
     return out
