@@ -1,6 +1,7 @@
 """The quality benchmark's own parts: the off-grid model, the pieces it is carried in, and the comparison."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -269,3 +270,9 @@ def test_tables_of_serving_show_the_last_row_of_each_kind(tmp_path):
     right = dict(accuracy_original=0.5, accuracy=0.49, accuracy_change=-0.01, accuracy_change_error=0.004)
     write("tasks.jsonl", dict(task="piqa", questions=400) | right)
     assert serving.tasks([tmp_path]).splitlines()[-1] == "| m | s | piqa | 400 | 50.00 % | 49.00 % | -1.00 ± 0.40 |"
+
+
+def test_the_error_of_a_change_is_a_share_of_the_perplexity_that_changed():
+    """1 % of a perplexity that is three times the original's are 3 % of the original's."""
+    assert table.change(math.log(3), 0.01) == "+200.00 ± 3.00 %"
+    assert table.change(math.log(0.5), 0.01) == "-50.00 ± 0.50 %"

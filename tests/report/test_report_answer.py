@@ -2,6 +2,7 @@
 flatter."""
 
 import itertools
+import math
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from flyweight.report.blocks import (
     Table,
     with_colors,
 )
+from flyweight.report.choice import perplexity_change
 from flyweight.report.document import build
 from flyweight.report.latency import marks_inside_errors
 from flyweight.report.page import page
@@ -319,3 +321,9 @@ def test_bars_begin_at_zero_and_every_axis_has_ticks():
 def test_a_logarithmic_axis_of_any_range_has_ticks(low, high):
     ticks = svg.log_ticks(low, high)
     assert len(ticks) >= 3 and all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
+
+
+def test_the_error_of_a_perplexity_is_of_the_original_as_its_change_is():
+    change, error = perplexity_change({"log_ratio": math.log(3), "log_ratio_error": 0.01}, {})
+    assert (change, error) == (pytest.approx(2.0), pytest.approx(0.03))
+    assert perplexity_change({"log_ratio": 0.0}, {}) == (0.0, None)

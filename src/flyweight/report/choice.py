@@ -171,7 +171,9 @@ def ratio(above: float | None, below: float | None) -> float | None:
 def perplexity_change(one: Record, original: Record) -> tuple[float | None, float | None]:
     """Relative, with its standard error: paired by token where the row tells, else of both."""
     if one.get("log_ratio") is not None:
-        return math.expm1(one["log_ratio"]), one.get("log_ratio_error")
+        error = one.get("log_ratio_error")
+        share = math.exp(one["log_ratio"])  # of the original's, which the error is a share of
+        return share - 1, None if error is None else share * error
     before = original.get("perplexity") or one.get("perplexity_original")
     if one is original or not before or one.get("perplexity") is None:
         return (0.0, None) if one is original and before else (None, None)
