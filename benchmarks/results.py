@@ -322,7 +322,10 @@ SHOWN: dict[str, Callable[[Results], tuple[Results, list[Row]]]] = {
             if row["backend"].startswith("native")
         ],
     ),
-    "steps": lambda results: (results, plain_runs(results).of("profile")),
+    "steps": lambda results: (
+        results,
+        [row for row in plain_runs(results).of("profile") if row.get("level") == "part"],
+    ),
     "linears": lambda results: (results, of_linears(results)),
     "zeros": lambda results: (results, results.of("prefill")),
 }
