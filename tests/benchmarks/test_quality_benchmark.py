@@ -1,5 +1,6 @@
 """The quality benchmark's own parts: the off-grid model, the pieces it is carried in, and the comparison."""
 
+import itertools
 import json
 import math
 import sys
@@ -235,6 +236,26 @@ def test_training_goes_on_where_it_was_cut_off(tmp_path, monkeypatch, capsys):
     assert whole["steps"] == parts["steps"] == 6 and whole["held_out_loss"] == parts["held_out_loss"]
     logits = Decoder.load(Checkpoint(tmp_path / "parts"), device="cpu", dtype=torch.float32).forward_whole(torch.arange(8)[None])
     assert logits.shape == (1, 8, 300) and logits.isfinite().all()
+
+
+def test_a_training_that_failed_is_said_and_no_model_is_left(tmp_path, monkeypatch):
+    """One batch without a loss changes nothing; a model of NaN is no model."""
+    import train_small
+
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    small = "--hidden 64 --layers 1 --vocabulary 300 --length 32 --batch 4 --device cpu --seconds 1e9 --steps 3"
+    loss = train_small.Training.loss
+
+    def trained(folder, factors):
+        monkeypatch.setattr(sys, "argv", ["train_small.py", str(folder), "--text", str(tmp_path / "text.txt"), *small.split()])
+        monkeypatch.setattr(train_small.Training, "loss", lambda self, ids: next(factors) * loss(self, ids))
+        train_small.main()
+
+    trained(tmp_path / "good", itertools.chain([1.0, math.nan], itertools.repeat(1.0)))
+    assert (tmp_path / "good" / "model.safetensors").exists()
+    with pytest.raises(SystemExit, match="the loss is nan"):
+        trained(tmp_path / "bad", itertools.repeat(math.nan))
+    assert not (tmp_path / "bad" / "model.safetensors").exists()
 
 
 def test_scales_of_groups_are_stored_in_16_bits_and_those_of_channels_as_they_are(tmp_path):
