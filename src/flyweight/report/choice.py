@@ -1,8 +1,9 @@
 """Which scheme of a model to take: every variant beside the original, and the one that gains most.
 
 One record a variant: its speed under the one condition that covers most variants, its quality on
-the one text that does. Speed and quality are joined by checkpoint alone. A difference counts where
-it is larger than the errors of both sides; what is inside them is called equal.
+the one text that does, of several such texts on the one on which the variants cost most. Speed and
+quality are joined by checkpoint alone. A difference counts where it is larger than the errors of
+both sides; what is inside them is called equal.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def speeds(results: Results, model: str, device: str | None) -> list[Record]:
 
 
 def qualities(results: Results, model: str) -> list[Record]:
-    """Perplexity and KL on the text that covers most variants."""
+    """Perplexity and KL on the text that covers most variants; of several the one that asks most of
+    them: what is good enough there is so on the others.
+    """
     rows = [
         row
         for row in results.of("quality")
@@ -117,11 +120,12 @@ def qualities(results: Results, model: str) -> list[Record]:
     found: dict[tuple[Any, ...], list[Record]] = {}
     for record in map(make_record, group(results, rows)):
         found.setdefault(tuple(record.get(name) for name in QUALITY), []).append(record)
-    return (
-        found[max(found, key=lambda key: len({one["scheme"] for one in found[key]}))]
-        if found
-        else []
-    )
+
+    def rank(key: tuple[Any, ...]) -> tuple[int, float]:
+        costs = [one["log_ratio"] for one in found[key] if one.get("log_ratio") is not None]
+        return len({one["scheme"] for one in found[key]}), sum(costs) / max(1, len(costs))
+
+    return found[max(found, key=rank)] if found else []
 
 
 def merge(speed: Sequence[Record], quality: Sequence[Record]) -> list[Record]:
