@@ -224,17 +224,25 @@ def zeros(results: Results) -> list[Block]:
     return [Table("", columns, tuple(lines))] if lines else []
 
 
+def of_linears(results: Results) -> list[Row]:
+    """Of Qwen3-8B's, on this GPU as it is."""
+    return [
+        row
+        for row in plain_runs(results).of("kernel")
+        if str(row.get("shape")).startswith("qwen3-8b ") and row.get("ratio")
+    ]
+
+
 def linears(results: Results) -> list[Block]:
     """How many times as fast as cuBLAS in bf16, the least and the most of Qwen3-8B's four, ours and
     others'.
     """
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for row in results.of("kernel"):
-        if str(row.get("shape")).startswith("qwen3-8b ") and row.get("ratio"):
-            whose = row["kernel"] if of_a_peer(row) else "Flyweight"
-            found.setdefault((row["format"], whose), {}).setdefault(row["rows"], []).append(
-                1 / row["ratio"]
-            )
+    for row in of_linears(results):
+        whose = row["kernel"] if of_a_peer(row) else "Flyweight"
+        found.setdefault((row["format"], whose), {}).setdefault(row["rows"], []).append(
+            1 / row["ratio"]
+        )
     counts = sorted({rows for line in found.values() for rows in line})
     lines = [
         (
@@ -314,8 +322,11 @@ SHOWN: dict[str, Callable[[Results], tuple[Results, list[Row]]]] = {
             if row["backend"].startswith("native")
         ],
     ),
-    "steps": lambda results: (results, plain_runs(results).of("profile")),
-    "linears": lambda results: (results, results.of("kernel")),
+    "steps": lambda results: (
+        results,
+        [row for row in plain_runs(results).of("profile") if row.get("level") == "part"],
+    ),
+    "linears": lambda results: (results, of_linears(results)),
     "zeros": lambda results: (results, results.of("prefill")),
 }
 

@@ -1,7 +1,7 @@
 """EXL3 (exllamav3) among the peers: its own quantizer, on the calibration tokens of all others.
 
 Its converter runs its own engine, whose hundreds of kernels take longer to compile than a small
-model to quantize. So only what quantizes is compiled (eleven files, in `build`), and the way of
+model to quantize. So only what quantizes is compiled (twelve files, in `build`), and the way of
 its converter through a model is walked here: block by block, the inputs of attention and then of
 the MLP are taken with what is in front already quantized, siblings share a Hessian and the signs of
 its rotation, and every linear gets the converter's defaults (codebook "mul1", scales of output
@@ -68,6 +68,7 @@ def build(folder: Path) -> Any:
         bindings.write_text(BINDINGS)
     names = ["quantize.cu", "hadamard.cu", "exl3_devctx.cu"]
     names += [f"comp_units/quantize_tiles_inst_k{bits}.cu" for bits in range(1, 9)]
+    names += ["comp_units/quantize_tiles_frac_inst.cu"]
     return load(
         name="exllamav3_ext",
         sources=[str(bindings), *(str(sources / "quant" / name) for name in names)],

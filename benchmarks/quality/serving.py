@@ -8,7 +8,6 @@ MODEL --prompt-dtype …`; of rows of one kind the last one counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,11 @@ def name_of(row: Row) -> str:
 
 def compared(row: Row) -> tuple[str, str, str]:
     """Change of perplexity, KL, and over how many tokens."""
-    error = 100 * row["log_ratio_error"]
-    change = f"{100 * math.expm1(row['log_ratio']):+.2f} ± {error:.2f} %"
-    return change, f"{row['kl']:.5f}", f"{row['tokens']:,}"
+    return (
+        table.change(row["log_ratio"], row["log_ratio_error"]),
+        f"{row['kl']:.5f}",
+        f"{row['tokens']:,}",
+    )
 
 
 def caches(folders: Sequence[Path]) -> str:

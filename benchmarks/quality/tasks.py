@@ -198,30 +198,28 @@ def together(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each model, as soon as it has answered."""
     asked = {
         task: spread(read_questions(options.data, task), options.questions)
         for task in options.tasks
     }
-    answered: dict[str, dict[str, list[bool]]] = {}
+    original: dict[str, list[bool]] = {}
     for model in (options.original, *options.model):
         subject = load_subject(model, "a", device=options.device, dtype=options.dtype)
-        answered[model] = {
+        answered = {
             task: right_of(questions, score(subject, lines_of(subject, questions)))
             for task, questions in asked.items()
         }
-        shown = {task: sum(right) / len(right) for task, right in answered[model].items()}
+        shown = {task: sum(right) / len(right) for task, right in answered.items()}
         print(model, {task: f"{share:.4f}" for task, share in shown.items()}, flush=True)
         del subject
-    original = answered[options.original]
-    rows = []
-    for model in options.model:
+        if not original:
+            original = answered
+            continue
         common = checkpoint_facts(model).fields() | {"tool": "flyweight"}
-        own = [
-            {"task": task} | facts(right, original[task]) for task, right in answered[model].items()
-        ]
-        rows += [rounded(common | one) for one in (*own, together(own))]
-    return rows
+        own = [{"task": task} | facts(right, original[task]) for task, right in answered.items()]
+        yield [rounded(common | one) for one in (*own, together(own))]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -237,15 +235,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device")
     parser.add_argument("--dtype")
     options = parser.parse_args(arguments)
-    with torch.inference_mode():
-        rows = measure(options)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    ResultFile(options.out).append(complete_rows(rows, device))
-    for row in rows:
-        print(
-            f"{row['model']} {row['task']}: {100 * row['accuracy']:.2f} %, "
-            f"{100 * row['accuracy_change']:+.2f} ± {100 * row['accuracy_change_error']:.2f} points"
-        )
+    results = ResultFile(options.out)
+    with torch.inference_mode():
+        for rows in measure(options):
+            results.append(complete_rows(rows, device))
+            for row in rows:
+                change, error = row["accuracy_change"], row["accuracy_change_error"]
+                print(
+                    f"{row['scheme']} {row['task']}: {100 * row['accuracy']:.2f} %, "
+                    f"{100 * change:+.2f} ± {100 * error:.2f} points",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ENDINGS = (".txt", ".md", ".py", ".utf8")
 KEPT_BACK = 64  # a piece in so many is never trained on
 CHUNK = 100_000  # characters that the tokenizer is given at a time
-WARM_UP = 0.02  # share of the time in which the rate rises
+WARM_UP = 0.02  # share of the time in which the rate rises,
+WARM_UP_STEPS = 100  # and in how many steps at least: a slow device takes few in that time
 SAVE_EVERY = 30.0  # seconds
 
 
@@ -131,6 +132,8 @@ class Training:
             groups, lr=options.rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
         )
         self.step, self.seconds = 0, 0.0
+        few = options.steps // 10 + 1 if options.steps else WARM_UP_STEPS
+        self.warm_up_steps = min(WARM_UP_STEPS, few)
 
     @property
     def share(self) -> float:
@@ -139,7 +142,7 @@ class Training:
         return max(of_time, self.step / self.options.steps) if self.options.steps else of_time
 
     def rate(self) -> float:
-        rising = min(1.0, self.share / WARM_UP + 0.01)
+        rising = min(1.0, self.share / WARM_UP + 0.01, (self.step + 1) / self.warm_up_steps)
         return (
             self.options.rate
             * rising
@@ -156,8 +159,10 @@ class Training:
         for group in self.adam.param_groups:
             group["lr"] = self.rate()
         self.loss(self.data.batch(self.options.batch, self.step)).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.adam.step()
+        # one bad batch must not end in a model of NaN
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if norm.isfinite():
+            self.adam.step()
         self.adam.zero_grad()
         self.step += 1
 
@@ -265,6 +270,9 @@ def main() -> None:
     training.run(kept)
     spent = time.perf_counter() - began
     training.save(kept)
+    loss = training.held_out()
+    if not math.isfinite(loss):
+        raise SystemExit(f"training failed: the loss is {loss}; try a smaller --rate")
     training.model.float().save_pretrained(options.out)
     size = options.batch * options.length
     print(
@@ -276,7 +284,7 @@ def main() -> None:
                 "tokens": training.step * size,
                 "tokens_per_second": round((training.step - before) * size / max(spent, 1e-9)),
                 "seconds": round(training.seconds, 1),
-                "held_out_loss": round(training.held_out(), 4),
+                "held_out_loss": round(loss, 4),
             }
         )
     )

@@ -313,7 +313,7 @@ def latest(results: Results) -> Results:
 def changed(commit: str | None, paths: Iterable[str]) -> str:
     """Which of these folders are not what they were at that commit."""
     if commit is None:
-        return "not ours"
+        return "unknown: these rows name no commit"
     name = commit.removesuffix("-dirty")
     done = subprocess.run(
         ["git", "diff", "--name-only", name, "HEAD", "--", *paths], capture_output=True, text=True

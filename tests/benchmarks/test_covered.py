@@ -74,7 +74,7 @@ def test_code_that_changed_since_a_row_is_named(repository):
     repository("commit", "-qam", "third")
     assert covered.changed(f"{first[:12]}-dirty", covered.FAST) == "changed: kernels"
     assert covered.changed("0" * 12, covered.FAST) == "unknown: no such commit here"
-    assert covered.changed(None, covered.FAST) == "not ours"
+    assert covered.changed(None, covered.FAST) == "unknown: these rows name no commit"
 
 
 def test_every_bench_has_code_that_its_figures_are_of():

@@ -1,6 +1,8 @@
 """The quality benchmark's own parts: the off-grid model, the pieces it is carried in, and the comparison."""
 
+import itertools
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -236,6 +238,26 @@ def test_training_goes_on_where_it_was_cut_off(tmp_path, monkeypatch, capsys):
     assert logits.shape == (1, 8, 300) and logits.isfinite().all()
 
 
+def test_a_training_that_failed_is_said_and_no_model_is_left(tmp_path, monkeypatch):
+    """One batch without a loss changes nothing; a model of NaN is no model."""
+    import train_small
+
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    small = "--hidden 64 --layers 1 --vocabulary 300 --length 32 --batch 4 --device cpu --seconds 1e9 --steps 3"
+    loss = train_small.Training.loss
+
+    def trained(folder, factors):
+        monkeypatch.setattr(sys, "argv", ["train_small.py", str(folder), "--text", str(tmp_path / "text.txt"), *small.split()])
+        monkeypatch.setattr(train_small.Training, "loss", lambda self, ids: next(factors) * loss(self, ids))
+        train_small.main()
+
+    trained(tmp_path / "good", itertools.chain([1.0, math.nan], itertools.repeat(1.0)))
+    assert (tmp_path / "good" / "model.safetensors").exists()
+    with pytest.raises(SystemExit, match="the loss is nan"):
+        trained(tmp_path / "bad", itertools.repeat(math.nan))
+    assert not (tmp_path / "bad" / "model.safetensors").exists()
+
+
 def test_scales_of_groups_are_stored_in_16_bits_and_those_of_channels_as_they_are(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -269,3 +291,9 @@ def test_tables_of_serving_show_the_last_row_of_each_kind(tmp_path):
     right = dict(accuracy_original=0.5, accuracy=0.49, accuracy_change=-0.01, accuracy_change_error=0.004)
     write("tasks.jsonl", dict(task="piqa", questions=400) | right)
     assert serving.tasks([tmp_path]).splitlines()[-1] == "| m | s | piqa | 400 | 50.00 % | 49.00 % | -1.00 ± 0.40 |"
+
+
+def test_the_error_of_a_change_is_a_share_of_the_perplexity_that_changed():
+    """1 % of a perplexity that is three times the original's are 3 % of the original's."""
+    assert table.change(math.log(3), 0.01) == "+200.00 ± 3.00 %"
+    assert table.change(math.log(0.5), 0.01) == "-50.00 ± 0.50 %"

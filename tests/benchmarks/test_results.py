@@ -159,6 +159,9 @@ def test_linears_stand_beside_others_kernels_by_rows(results):
              ("qwen3-8b o", 1, "vllm.marlin", 0.8), ("another", 1, "gemv.int4", 0.1)]
     rows = [first | {"run_id": f"k{i}", "shape": shape, "rows": count, "kernel": kernel, "ratio": ratio}
             for i, (shape, count, kernel, ratio) in enumerate(cells)]
+    imitated = {"schema": 1, "bench": "environment", "time": None, "id": "a", "run_id": "a", "environment": "a", "status": "ok",
+                "device": "NVIDIA H200 as sm_80, 108 SMs"}
+    rows += [imitated, rows[0] | {"run_id": "k9", "environment": "a", "ratio": 0.01}]  # of another GPU: in no table of this one
     with Path("benchmarks/h200/latency.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     (table,) = results.linears(results.latest(results.read(results.files("*.jsonl"))))

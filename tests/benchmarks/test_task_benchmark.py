@@ -81,7 +81,8 @@ def test_a_quantized_model_answers_beside_its_original(data, tmp_path, monkeypat
     monkeypatch.setattr(tasks, "LOGITS", 4 * 512 * 60)  # a few lines at a time
     out = tmp_path / "rows.jsonl"
     words = [str(out), "--data", str(data), "--original", str(model), "--model", str(quantized)]
-    tasks.main([*words, "--tasks", "lambada", "piqa", "--device", "cpu"])
+    with pytest.raises(Exception, match="nothing"):  # what was answered before is kept
+        tasks.main([*words, str(tmp_path / "nothing"), "--tasks", "lambada", "piqa", "--device", "cpu"])
     rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
     assert [(row["task"], row["questions"]) for row in rows] == [("lambada", 2), ("piqa", 3), ("mean", 5)]
     assert all(row["scheme"] == "rtn-int4" and row["model"] for row in rows)

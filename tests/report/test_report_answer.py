@@ -2,6 +2,7 @@
 flatter."""
 
 import itertools
+import math
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from flyweight.report.blocks import (
     Table,
     with_colors,
 )
+from flyweight.report.choice import perplexity_change, qualities
 from flyweight.report.document import build
 from flyweight.report.latency import marks_inside_errors
 from flyweight.report.page import page
@@ -319,3 +321,20 @@ def test_bars_begin_at_zero_and_every_axis_has_ticks():
 def test_a_logarithmic_axis_of_any_range_has_ticks(low, high):
     ticks = svg.log_ticks(low, high)
     assert len(ticks) >= 3 and all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
+
+
+def test_of_several_texts_the_one_that_costs_most_decides():
+    both = quality("fp16", "a", 20.0) + quality("int4", "b", 20.4, change=0.02)
+    rows = []
+    for text, factor in (("easy", 1), ("hard", 10), ("easier", 0.5)):
+        for i, one in enumerate(both):
+            cost = {"log_ratio": factor * one["log_ratio"]} if "log_ratio" in one else {}
+            rows.append(one | cost | {"text": text, "run_id": f"{text}{i}"})
+    kept = qualities(Results(tuple(rows), {}), rows[0]["model"])
+    assert {one["text"] for one in kept} == {"hard"}
+
+
+def test_the_error_of_a_perplexity_is_of_the_original_as_its_change_is():
+    change, error = perplexity_change({"log_ratio": math.log(3), "log_ratio_error": 0.01}, {})
+    assert (change, error) == (pytest.approx(2.0), pytest.approx(0.03))
+    assert perplexity_change({"log_ratio": 0.0}, {}) == (0.0, None)

@@ -234,7 +234,7 @@ def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
                 if "kl" not in row
                 else (
                     f"{100 * math.expm1(row['log_ratio']):+.2f} ± "
-                    f"{100 * row['log_ratio_error']:.2f} %",
+                    f"{100 * math.exp(row['log_ratio']) * row['log_ratio_error']:.2f} %",
                     f"{row['kl']:.5f}",
                     f"{100 * row['top1_agreement']:.2f} %",
                 )

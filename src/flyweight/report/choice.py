@@ -1,8 +1,9 @@
 """Which scheme of a model to take: every variant beside the original, and the one that gains most.
 
 One record a variant: its speed under the one condition that covers most variants, its quality on
-the one text that does. Speed and quality are joined by checkpoint alone. A difference counts where
-it is larger than the errors of both sides; what is inside them is called equal.
+the one text that does, of several such texts on the one on which the variants cost most. Speed and
+quality are joined by checkpoint alone. A difference counts where it is larger than the errors of
+both sides; what is inside them is called equal.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def speeds(results: Results, model: str, device: str | None) -> list[Record]:
 
 
 def qualities(results: Results, model: str) -> list[Record]:
-    """Perplexity and KL on the text that covers most variants."""
+    """Perplexity and KL on the text that covers most variants; of several the one that asks most of
+    them: what is good enough there is so on the others.
+    """
     rows = [
         row
         for row in results.of("quality")
@@ -117,11 +120,12 @@ def qualities(results: Results, model: str) -> list[Record]:
     found: dict[tuple[Any, ...], list[Record]] = {}
     for record in map(make_record, group(results, rows)):
         found.setdefault(tuple(record.get(name) for name in QUALITY), []).append(record)
-    return (
-        found[max(found, key=lambda key: len({one["scheme"] for one in found[key]}))]
-        if found
-        else []
-    )
+
+    def rank(key: tuple[Any, ...]) -> tuple[int, float]:
+        costs = [one["log_ratio"] for one in found[key] if one.get("log_ratio") is not None]
+        return len({one["scheme"] for one in found[key]}), sum(costs) / max(1, len(costs))
+
+    return found[max(found, key=rank)] if found else []
 
 
 def merge(speed: Sequence[Record], quality: Sequence[Record]) -> list[Record]:
@@ -171,7 +175,9 @@ def ratio(above: float | None, below: float | None) -> float | None:
 def perplexity_change(one: Record, original: Record) -> tuple[float | None, float | None]:
     """Relative, with its standard error: paired by token where the row tells, else of both."""
     if one.get("log_ratio") is not None:
-        return math.expm1(one["log_ratio"]), one.get("log_ratio_error")
+        error = one.get("log_ratio_error")
+        share = math.exp(one["log_ratio"])  # of the original's, which the error is a share of
+        return share - 1, None if error is None else share * error
     before = original.get("perplexity") or one.get("perplexity_original")
     if one is original or not before or one.get("perplexity") is None:
         return (0.0, None) if one is original and before else (None, None)

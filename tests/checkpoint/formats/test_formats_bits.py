@@ -4,6 +4,7 @@ import pytest
 import torch
 from in_memory import MemoryCheckpoint, read, words
 
+from flyweight.checkpoint.formats import CheckpointNotice
 from flyweight.errors import UnsupportedError
 from flyweight.tensors import (
     FLOAT8,
@@ -92,6 +93,40 @@ def test_gptq_three_bits_straddle_words():
         scales=torch.ones(1, 32, dtype=torch.float16),
     )
     assert found[5].tolist() == [i % 8 - 4 for i in range(32)]
+
+
+BY_GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:6.0.3"]}}
+
+
+@pytest.mark.parametrize("known", [BY_GPTQMODEL, {}])
+def test_gptq_three_bits_of_gptqmodel(known):
+    """The words that GPTQModel 6.0.3 wrote for zero points of 4: less 4, 1 and 2 instead of 1."""
+    settings = GPTQ | {"bits": 3} | known
+    parts = {
+        "qweight": torch.zeros(3, 32, dtype=torch.int32),
+        "qzeros": words(0, 0xB6DB6DB7, 0x49249249)[None],
+        "scales": torch.ones(1, 32, dtype=torch.float16),
+    }
+    if known:
+        tensor, found = weight(settings, **parts)
+    else:  # the zero points of a symmetric weight are known, whoever wrote them
+        with pytest.warns(CheckpointNotice, match="1 of GPTQModel"):
+            tensor, found = weight(settings, **parts)
+    assert tensor.zeros is None and (found == -4).all()
+
+
+def test_gptq_three_bits_of_gptqmodel_with_zero_points():
+    wanted = [7 * i % 8 for i in range(32)]
+    stream = sum(zero << (3 * i) for i, zero in enumerate(wanted))
+    taken = (0x24924924, 0x92492492, 0x49249249)
+    stored = [((stream >> 32 * i) - taken[i]) & 0xFFFFFFFF for i in range(3)]
+    tensor, _ = weight(
+        GPTQ | {"bits": 3, "sym": False} | BY_GPTQMODEL,
+        qweight=torch.zeros(3, 32, dtype=torch.int32),
+        qzeros=words(*stored)[None],
+        scales=torch.ones(1, 32, dtype=torch.float16),
+    )
+    assert tensor.zeros[:, 0].tolist() == wanted
 
 
 def test_awq_interleaves_eight_outputs_in_a_word():

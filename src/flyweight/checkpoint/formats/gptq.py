@@ -4,8 +4,9 @@ nothing to repack.
     qweight int32 [K·b/32, N] · qzeros int32 [G, N·b/32] · scales fp16 [G, N] · g_idx int32 [K]
 
 Version 1 stores each zero point less one, version 2 as it is; files with the wrong label exist, and
-a symmetric one shows which it is, because all its zero points are 2^(b−1). Engines run 4 and 8
-bits; 2 and 3 are read only.
+a symmetric one shows which it is, because all its zero points are 2^(b−1). GPTQModel takes other
+numbers off zero points of 3 bits (ONES_OF_GPTQMODEL). Engines run 4 and 8 bits; 2 and 3 are read
+only.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from flyweight.packing import pack, packed_words, unpack
 from flyweight.tensors import IntGroup, QuantTensor
 
 READABLE_BITS = (2, 3, 4, 5, 6, 8)
+# What GPTQModel (6.0 and 7.7 at least) takes off each three words of 3-bit zero points, as if it
+# were a one in each: it is 4, 1 or 2, by the place. As int32.
+ONES_OF_GPTQMODEL = (0x24924924, 0x92492492 - 2**32, 0x49249249)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Gptq(Format):
     group_size: int = 128
     symmetric: bool = True
     act_order: bool = False
+    by_gptqmodel: bool = False
     overrides: tuple[tuple[re.Pattern[str], Settings], ...] = field(default=())
 
     @classmethod
@@ -60,6 +65,7 @@ class Gptq(Format):
         key = "checkpoint_format" if "checkpoint_format" in settings.values else "format"
         version = settings.choice(key, ("gptq", "gptq_v2"), "gptq")
         dynamic = settings.get("dynamic", dict, {})
+        made_by = str(settings.get("meta", dict, {}).get("quantizer"))
         rules = []
         for pattern, change in dynamic.items():
             if not pattern.startswith("-:"):
@@ -80,6 +86,7 @@ class Gptq(Format):
             settings.group_size("group_size"),
             settings.get("sym", bool, True),
             settings.get("desc_act", bool, False),
+            "gptqmodel" in made_by.lower(),
             tuple(rules),
         )
 
@@ -149,19 +156,27 @@ class Gptq(Format):
                 f"tensor '{prefix}.qzeros' has shape {list(qzeros.shape)}, but {rows} outputs of "
                 f"{bits} bits take {packed_words(rows, bits)} words; is `bits` right?",
             )
-        stored = unpack(qzeros[:, : packed_words(rows, bits)], bits, rows).T.contiguous()
-        middle, low, high = 1 << (bits - 1), int(stored.min()), int(stored.max())
-        version2 = self.version2
-        if symmetric and low == high == (middle - 1 if version2 else middle):
-            version2 = not version2
-            notice(
-                checkpoint,
-                f"labelled GPTQ version {2 if self.version2 else 1}, but its zero points are those "
-                f"of version {2 if version2 else 1}: read as such",
-            )
-        if symmetric and low == high == (middle if version2 else middle - 1):
-            return None
-        return (stored if version2 else (stored + 1) & ((1 << bits) - 1)).to(torch.uint8)
+        words = qzeros[:, : packed_words(rows, bits)]
+        stored = unpack(words, bits, rows)
+        read = {"2": stored, "1": (stored + 1) & ((1 << bits) - 1)}
+        if bits == 3:
+            ones = torch.tensor(ONES_OF_GPTQMODEL, dtype=torch.int32)
+            ones = ones.repeat(-(-words.shape[1] // 3))[: words.shape[1]]
+            read["1 of GPTQModel"] = unpack(words + ones, bits, rows)
+        way = "2" if self.version2 else "1"
+        if way == "1" and bits == 3 and self.by_gptqmodel:
+            way = "1 of GPTQModel"
+        if symmetric:
+            for other in (way, *read):
+                if bool((read[other] == 1 << (bits - 1)).all()):
+                    if other != way:
+                        notice(
+                            checkpoint,
+                            f"labelled GPTQ version {way}, but its zero points are those of "
+                            f"version {other}: read as such",
+                        )
+                    return None
+        return read[way].T.contiguous().to(torch.uint8)
 
     def _act_order(
         self, checkpoint: Source, prefix: str, g_idx: Tensor, *, group_size: int, groups: int
