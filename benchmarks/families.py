@@ -44,6 +44,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from flyweight.bench.environment import commit
 from flyweight.bench.profile import Profiler, Workload
 from flyweight.engine import llm as engine
 from flyweight.engine.graphs import DecodeGraphs
@@ -541,7 +542,7 @@ def measure_one(name: str, measures: list[Measure], out: Path) -> None:
 
 def write(row: dict[str, Any], out: Path) -> None:
     name = device_name(torch.device(DEVICE)) if DEVICE == "cuda" else DEVICE
-    row |= dict(gpu=name, torch=torch.__version__)
+    row |= dict(gpu=name, torch=torch.__version__, tree=commit())
     if dependent_launch.enabled:
         row |= dict(overlap=True)
     print(json.dumps(row), flush=True)

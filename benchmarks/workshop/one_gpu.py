@@ -98,7 +98,13 @@ def install(wheels: Path, site: Path, without: list[str]) -> None:
                         continue
                     member.filename = name
                 if not any(fnmatch.fnmatch(name, one) for one in patterns):
-                    archive.extract(member, site)
+                    put(archive, member, site)
+
+
+def put(archive: zipfile.ZipFile, member: zipfile.ZipInfo, site: Path) -> None:
+    target = Path(archive.extract(member, site))
+    if member.external_attr >> 16 & 0o111 and target.is_file():  # such as Triton's assembler
+        target.chmod(0o755)
 
 
 def pack(site: Path, target: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Packages for one kind of GPU: code of others is gone, everything else as it was."""
 
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -53,12 +54,17 @@ def test_wheels_become_archives_and_these_the_packages(tmp_path):
         wheel.writestr("thing/__init__.py", "VALUE = 1\n")
         wheel.writestr("thing/lib.so.1", library)
         wheel.writestr("thing/other/big.py", "")
+        tool = zipfile.ZipInfo("thing/bin/assembler")
+        tool.external_attr = 0o100755 << 16
+        wheel.writestr(tool, "#!/bin/sh\n")
         wheel.writestr("thing-1.0.data/purelib/thing/more.py", "MORE = 2\n")
         wheel.writestr("thing-1.0.data/scripts/thing", "#!python\n")
     one_gpu.main([str(wheels), str(tmp_path / "packed"), "--without", "thing/other"])
     one_gpu.main(["--unpack", str(tmp_path / "packed"), str(tmp_path / "site")])
     names = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*") if path.is_file()}
-    assert names == {"thing/__init__.py", "thing/lib.so.1", "thing/more.py"}
+    assert names == {"thing/__init__.py", "thing/bin/assembler", "thing/lib.so.1", "thing/more.py"}
+    assert os.access(tmp_path / "site/thing/bin/assembler", os.X_OK)
+    assert not os.access(tmp_path / "site/thing/__init__.py", os.X_OK)
     assert (tmp_path / "site/thing/lib.so.1").read_bytes() == library.replace(b"a" * 64, bytes(64))
 
 

@@ -54,16 +54,19 @@ def relative_error(run, tensor, *size):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """The choices of a processor with vector code for integers."""
+    """torch's choices on a processor with vector code for integers."""
     if not cpu.has_half():
         pytest.skip("FBGEMM does not run here")
     monkeypatch.setattr(cpu, "has_integers", lambda: True)
+    with without_native():
+        yield
 
 
 def test_fbgemm_is_not_run_on_processors_that_may_lack_its_instructions(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")  # as torch calls ARM's without SVE
     for tensor in (Plain.random((48, 64)), Int8Channel.random((48, 64)), IntGroup.random((48, 64), group_size=32)):
-        prepared = prepare(tensor, dtype=torch.float32)
+        with without_native():
+            prepared = prepare(tensor, dtype=torch.float32)
         assert prepared.kernel == "torch.linear" and relative_error(prepared, tensor, 3) < 1e-3
 
 
@@ -171,6 +174,24 @@ def test_two_and_three_rows_take_the_way_of_four(monkeypatch):
         x = torch.randn(rows, 16)
         assert torch.allclose(linear(x), x @ weight.T, atol=1e-5)
     assert taken == [2, 3, 4]
+
+
+@pytest.mark.skipif(library.why_not() is not None, reason="no C compiler")
+@pytest.mark.parametrize("options", [dict(bits=4, group_size=32), dict(bits=8, group_size=32, symmetric=True),
+                                     dict(bits=3, group_size=64), dict(bits=4, group_size=32, act_order=True)], ids=str)
+def test_integers_keep_their_bits_where_sums_may_be_rounded(options):
+    """A linear of Gemma, or an expert, in AWQ, GPTQ or a GGUF file: torch's op would keep floats besides."""
+    tensor = IntGroup.random((96, 128), **options)
+    prepared = prepare(tensor, dtype=torch.float32)
+    assert prepared.kernel == "native" and prepared.nbytes < 1.2 * tensor.nbytes
+    assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-2
+    exact = prepare(tensor, dtype=torch.float32, exact=True)
+    assert exact.kernel == "torch.linear" and max(relative_error(exact, tensor, *size) for size in SIZES) < 1e-6
+
+
+@pytest.mark.skipif(library.why_not() is not None, reason="no C compiler")
+def test_groups_that_the_native_kernels_cannot_read_go_through_torch():
+    assert prepare(IntGroup.random((48, 72), group_size=24), dtype=torch.float32).kernel != "native"
 
 
 @pytest.mark.skipif(library.why_not() is not None, reason="no C compiler")

@@ -68,8 +68,8 @@ def test_a_quantized_model_equals_its_dequantized_one(kind):
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
     assert_same_logits(run_paged(load(model, linears, exact=True), [tokens], 5)[0], expected)
-    served = run_paged(load(model, linears), [tokens], 5)[0]  # in 16 bits where that is faster
-    assert (served - expected).norm() / expected.norm() < 1e-2
+    served = run_paged(load(model, linears), [tokens], 5)[0]  # weights in 16 bits, or inputs in 8
+    assert (served - expected).norm() / expected.norm() < (5e-2 if kind.startswith("int") else 1e-2)
 
 
 @pytest.mark.parametrize("kind", sorted(QUANTIZES_INPUTS))

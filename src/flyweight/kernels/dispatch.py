@@ -128,13 +128,13 @@ def without_native() -> Iterator[None]:
 
 
 def in_own_bits(request: Request) -> FusedLinear | None:
-    """A CPU's kernels in C, for weights that torch could multiply only as floats: one by one, where
-    the whole model does not run through them (mixtures of experts).
+    """A CPU's kernels in C, for weights of which torch would keep floats, by themselves or besides:
+    one by one, where the whole model does not run through them (mixtures of experts).
     """
     tensor = request.tensor
     if (
         not _in_c
-        or not isinstance(tensor, Float4 | NvFloat4 | IntBlock)
+        or not isinstance(tensor, Float4 | NvFloat4 | IntBlock | IntGroup)
         or tensor.device.type != "cpu"
         or request.dtype != torch.float32
         or tensor.experts is not None
@@ -142,8 +142,11 @@ def in_own_bits(request: Request) -> FusedLinear | None:
         return None
     from flyweight.kernels.native import library
     from flyweight.kernels.native.linear import NativeLinear
+    from flyweight.kernels.native.weight import group_layout
 
     if library.why_not() is not None:
+        return None
+    if isinstance(tensor, IntGroup) and (request.exact or group_layout(tensor) is None):
         return None
     linear = NativeLinear(tensor, exact=request.exact)
     return TorchLinear(
