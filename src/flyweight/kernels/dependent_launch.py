@@ -105,6 +105,10 @@ def depend_on(stream: int, nodes: Sequence[int]) -> None:
         raise RuntimeError(f"the driver's error {failed} at the edges of a graph")
 
 
+unturned = 0
+queued = os.environ.get("FLYWEIGHT_QUEUED", "0") == "1"
+
+
 # -- counters --------------------------------------------------------------------------------------
 
 
@@ -155,6 +159,7 @@ class Last:
     number: int  # of the capture
     node: int
     beside: tuple[int, ...]  # what a launch depends on that runs beside it
+    older: tuple[int, ...]  # what the launch behind that depends on, where it may wait for places
     left: frozenset[int]  # what was left for others to depend on
     counter: int
 
@@ -194,12 +199,17 @@ class Link:
         node = now.nodes[0]
         beside = self.capture.nodes
         left: tuple[int, ...] = (node,)
+        older: tuple[int, ...] = ()
         if self.before is not None:
             beside = (self.before.node,)
             left = (self.before.node, node)
+            if queued and self.before.older:
+                beside = self.before.older
+                left = (*self.before.older, *left)
+            older = (self.before.node,)
             depend_on(self.stream, left)
         _streams.last[self.stream] = Last(
-            self.capture.number, node, beside, frozenset(left), self.own
+            self.capture.number, node, beside, older, frozenset(left), self.own
         )
 
 

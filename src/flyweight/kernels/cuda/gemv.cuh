@@ -66,6 +66,25 @@
 #define OWN_COPIES 0
 #define OWN_UNITS 1
 #endif
+#ifndef UNTURNED
+#define UNTURNED 0  // stages that are asked for before it is this linear's turn
+#endif
+#ifndef TRACE
+#define TRACE 0
+#endif
+#if TRACE
+#define STAMP(k) stamp(k)
+__shared__ u32* trace_to;
+DEVICE void stamp(int k) {
+  if (threadIdx.x || !launch.own) return;
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  trace_to[k] = (u32)t;
+  if (k < 9) trace_to[10 + k] = cycles();
+}
+#else
+#define STAMP(k)
+#endif
 #ifndef KEPT
 #define KEPT 0
 #endif
@@ -241,13 +260,17 @@ template <typename TileAt> struct OwnRing {
         ring(shared_address(sh.ring[0] + warp * OWN_BYTES + lane * 16)), at(0), own(sh.ring[0] + warp * OWN_BYTES), tile(0),
         stage(BALANCED ? slice.skipped : 0), turns(nullptr) {
     if (left > 0) aim();
+  }
+  DEVICE void take_turn() {
 #if BY_COUNTERS
     if (a.turns && launches_overlap()) turns = a.turns + 2 * processor();
     if (turns) {
       if (threadIdx.x == 0) sh.asked = 0, await_turn_beside(turns);
       named_barrier(1, THREADS);
+      if (left <= 0) give_turn();
     }
 #endif
+    STAMP(1);
   }
   // Addresses of this lane's first 16 bytes of `stage` of `tile`.
   DEVICE void aim() {
@@ -316,7 +339,10 @@ template <typename TileAt> struct OwnRing {
     if (at == STAGES * STAGE_BYTES) at = 0, own -= STAGES * STAGE_BYTES;
   }
   DEVICE void fill() {
-    for (int i = 0; i < STAGES; i++) fetch(), advance();
+    for (int i = 0; i < STAGES; i++) {
+      if (i == UNTURNED) take_turn();
+      fetch(), advance();
+    }
 #if KEPT
     keep();
 #endif
@@ -497,6 +523,9 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       }
 #endif
       const u8* here = ring.wait();
+#if TRACE
+      if (tile == done && stage == (tile == 0 ? slice.skipped : 0)) STAMP(5);
+#endif
       multiply_stage(sh, slice, here, inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
       if (!FULL && !IN_REGISTERS && !OWN_COPIES) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       ring.release();
@@ -526,8 +555,10 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     }
     // sums for the CTA before this one are left at once
     if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
+      if (tile + 1 == count) STAMP(6);
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
+      if (tile + 1 == count) STAMP(7);
       done = tile + 1;
       if (done < count) {
         named_barrier(1, THREADS);
@@ -557,6 +588,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
 #if OWN_COPIES
   OwnRing<TileAt> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
   ring.fill();
+  STAMP(2);
   if (warp == WARPS - 1) early();
 #else
   if (warp == WARPS) {
@@ -566,6 +598,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   Ring ring = {sh};
 #endif
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
+  STAMP(4);
   Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   return true;

@@ -65,6 +65,7 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
   low.fetch();
 #endif
   wait_for_inputs();
+  STAMP(3);
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * WARPS + part) * 32 + lane;

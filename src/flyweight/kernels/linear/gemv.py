@@ -388,6 +388,8 @@ def multiply(
     # an adapter's warp leaves no registers for weights
     if kept := 0 if adapted else kept_stages(weight, rows, chosen, device):
         flags["KEPT"] = kept
+    if chosen.own_units and rows == 1 and dependent_launch.unturned:
+        flags["UNTURNED"] = min(dependent_launch.unturned, chosen.stages - 1)
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
     if one.apart is not None:
