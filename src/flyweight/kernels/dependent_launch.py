@@ -105,7 +105,9 @@ def depend_on(stream: int, nodes: Sequence[int]) -> None:
         raise RuntimeError(f"the driver's error {failed} at the edges of a graph")
 
 
+letters = os.environ.get("FLYWEIGHT_LETTERS", "0") == "1"
 unturned = 0
+warmed = os.environ.get("FLYWEIGHT_WARMED", "0") == "1"
 queued = os.environ.get("FLYWEIGHT_QUEUED", "0") == "1"
 
 
@@ -127,7 +129,7 @@ class Counters:
         return self._next - WORD
 
 
-def _zeroed(size: int) -> int:
+def _zeroed(size: int, word: int = 0) -> int:
     """Memory of the current device, also while a graph is captured, which forbids most calls."""
     from cuda.bindings import driver
 
@@ -137,7 +139,7 @@ def _zeroed(size: int) -> int:
     status, address = driver.cuMemAlloc(size)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise MemoryError(f"{size} bytes for counters of launches: {status}")
-    driver.cuMemsetD32Async(address, 0, size // WORD, stream)
+    driver.cuMemsetD32Async(address, word, size // WORD, stream)
     driver.cuStreamSynchronize(stream)
     driver.cuStreamDestroy(stream)
     driver.cuThreadExchangeStreamCaptureMode(before)
@@ -162,6 +164,16 @@ class Last:
     older: tuple[int, ...]  # what the launch behind that depends on, where it may wait for places
     left: frozenset[int]  # what was left for others to depend on
     counter: int
+    letters: Letters | None = None
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Where outputs lie, and the two boxes that they are left in."""
+
+    written: int
+    nbytes: int
+    boxes: int
 
 
 class _Streams(threading.local):
@@ -178,6 +190,7 @@ class Link:
     def __init__(self, stream: int, device: int, capture: Capture) -> None:
         self.stream = stream
         self.capture = capture
+        self.letters: Letters | None = None
         self.own = _counters(device).take()
         before = _streams.last.pop(stream, None)
         follows = (
@@ -192,6 +205,17 @@ class Link:
     @property
     def arguments(self) -> tuple[int, int]:
         return (0 if self.before is None else self.before.counter), self.own
+
+    def exchange(self, x: Any, out: Any, residual: Any) -> tuple[int, int, int, int]:
+        """Boxes to take x from and to leave y in, and how far (in values) each is from its twin."""
+        self.letters = Letters(out.data_ptr(), out.nbytes, _zeroed(2 * out.nbytes, 0xFFFFFFFF))
+        taken = None if self.before is None else self.before.letters
+        fits = taken is not None and taken.written == x.data_ptr() and taken.nbytes >= x.nbytes
+        if fits and residual is not None:
+            start, end = taken.written, taken.written + taken.nbytes
+            fits = not (residual.data_ptr() < end and start < residual.data_ptr() + residual.nbytes)
+        before = (taken.boxes, taken.nbytes // 2) if fits else (0, 0)
+        return before[0], self.letters.boxes, before[1], out.nbytes // 2
 
     def close(self) -> None:
         now = capture_of(self.stream)
@@ -209,7 +233,7 @@ class Link:
             older = (self.before.node,)
             depend_on(self.stream, left)
         _streams.last[self.stream] = Last(
-            self.capture.number, node, beside, older, frozenset(left), self.own
+            self.capture.number, node, beside, older, frozenset(left), self.own, self.letters
         )
 
 

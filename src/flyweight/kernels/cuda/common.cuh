@@ -400,7 +400,6 @@ DEVICE void launch_dependents() {
 #endif
 #if BY_COUNTERS
 #include "dependent_launch.cuh"
-#define BEGIN_LAUNCH begin_launch(launch_before, launch_own)
 #else
 #define LAUNCH_ARGUMENTS
 #define BEGIN_LAUNCH

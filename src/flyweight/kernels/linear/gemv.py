@@ -76,6 +76,7 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
+_turn = 0
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -385,11 +386,23 @@ def multiply(
     if balanced and not chosen.in_registers:
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
+        if dependent_launch.letters:  # a neighbour may still be emptying its own
+            global _turn
+            _turn ^= 1
+            mail = mail[_turn * 16 * rows * grid :]
     # an adapter's warp leaves no registers for weights
     if kept := 0 if adapted else kept_stages(weight, rows, chosen, device):
         flags["KEPT"] = kept
     if chosen.own_units and rows == 1 and dependent_launch.unturned:
         flags["UNTURNED"] = min(dependent_launch.unturned, chosen.stages - 1)
+    letters = None
+    if dependent_launch.letters and chosen.own_units and rows == 1 and weight.order is None:
+        if one.gated is None and adapted is None:
+            flags["LETTERS"] = 1
+            letters = (x, out, residual)
+    ready = chosen.own_units and rows == 1 and adapted is None
+    if ready and dependent_launch.warmed and one.gated is None and weight.order is None:
+        flags["WARMED"] = 1
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
     if one.apart is not None:
@@ -412,5 +425,12 @@ def multiply(
         *(adapted.arguments if adapted else ()),
     )
     threads = chosen.threads + 32 * (adapted is not None)
-    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
+    kernel.launch(
+        grid,
+        threads,
+        args,
+        shared=chosen.shared,
+        pdl=pdl,
+        **({"letters": letters} if letters else {}),
+    )
     return out
