@@ -80,8 +80,8 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
   }
 #if WARMED
   if (!real) {
-    u32 zero;
-    asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+    u32 zero = 0;
+    asm volatile("" : "+r"(zero));  // the same code as that of inputs
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) x[i] = make_uint4(zero, zero, zero, zero);
   } else
