@@ -105,9 +105,22 @@ def depend_on(stream: int, nodes: Sequence[int]) -> None:
         raise RuntimeError(f"the driver's error {failed} at the edges of a graph")
 
 
-letters = os.environ.get("FLYWEIGHT_LETTERS", "0") == "1"
+letters = False
 unturned = 0
-warmed = os.environ.get("FLYWEIGHT_WARMED", "0") == "1"
+warmed = False
+# by format, "int4:warmed+letters,int8:kept2"
+tried = {
+    name: ways.split("+")
+    for name, _, ways in (
+        one.partition(":") for one in os.environ.get("FLYWEIGHT_TRY", "").split(",") if one
+    )
+}
+
+
+def tries(way: str, name: str) -> bool:
+    return bool(globals().get(way)) or way in tried.get(name, ())
+
+
 queued = os.environ.get("FLYWEIGHT_QUEUED", "0") == "1"
 
 

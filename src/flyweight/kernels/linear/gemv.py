@@ -269,6 +269,9 @@ def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> in
     """Stages behind those of the ring that warps fetch into registers, where launches overlap."""
     whole = weight.group % 64 == 0 or not weight.format.grouped  # a scale for each unit
     ready = rows == 1 and chosen.own_units and whole and dependent_launch.enabled
+    for stages in range(4):
+        if ready and f"kept{stages}" in dependent_launch.tried.get(weight.format.name, ()):
+            return stages
     return tuned.of(device).formats[weight.format.name].gemv_kept if ready else 0
 
 
@@ -386,22 +389,24 @@ def multiply(
     if balanced and not chosen.in_registers:
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
-        if dependent_launch.letters:  # a neighbour may still be emptying its own
+        if dependent_launch.tries("letters", weight.format.name):  # a neighbour may still be emptying its own
             global _turn
             _turn ^= 1
             mail = mail[_turn * 16 * rows * grid :]
     # an adapter's warp leaves no registers for weights
     if kept := 0 if adapted else kept_stages(weight, rows, chosen, device):
         flags["KEPT"] = kept
-    if chosen.own_units and rows == 1 and dependent_launch.unturned:
-        flags["UNTURNED"] = min(dependent_launch.unturned, chosen.stages - 1)
+    if chosen.own_units and rows == 1 and dependent_launch.tries("unturned", weight.format.name):
+        flags["UNTURNED"] = min(2, chosen.stages - 1)
     letters = None
-    if dependent_launch.letters and chosen.own_units and rows == 1 and weight.order is None:
+    letter = dependent_launch.tries("letters", weight.format.name)
+    if letter and chosen.own_units and rows == 1 and weight.order is None:
         if one.gated is None and adapted is None:
             flags["LETTERS"] = 1
             letters = (x, out, residual)
     ready = chosen.own_units and rows == 1 and adapted is None
-    if ready and dependent_launch.warmed and one.gated is None and weight.order is None:
+    warmed = dependent_launch.tries("warmed", weight.format.name)
+    if ready and warmed and one.gated is None and weight.order is None:
         flags["WARMED"] = 1
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
