@@ -108,6 +108,7 @@ def depend_on(stream: int, nodes: Sequence[int]) -> None:
 letters = False
 unturned = 0
 warmed = False
+fewer = False
 # by format, "int4:warmed+letters,int8:kept2"
 tried = {
     name: ways.split("+")

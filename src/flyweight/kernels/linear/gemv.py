@@ -250,6 +250,8 @@ def fitting_plan(
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
         fewer: dict[str, Any] = dict(fewest=3, warps=wanted.warps // 2)
         several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
+        if dependent_launch.fewer:
+            several.append(dict(warps=wanted.warps // 2))
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
