@@ -428,7 +428,6 @@ DEVICE void launch_dependents() {}
 DEVICE void wait_for_inputs() {}
 #define LAUNCH_ARGUMENTS
 #define BEGIN_LAUNCH
-inline bool launches_overlap() { return true; }
 DEVICE void count_launch() {}
 DEVICE void end_launch(int) {}
 DEVICE void stay() {}

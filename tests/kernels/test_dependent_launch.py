@@ -62,16 +62,6 @@ def test_edges_skip_one_kernel_and_counters_order_neighbours(graph):
     assert len({own for _, own in arguments}) == 5, "each has a counter of its own"
 
 
-def test_queued_launches_wait_for_room_behind_two_others(graph, monkeypatch):
-    monkeypatch.setattr(dependent_launch, "queued", True)
-    graph.add()
-    arguments = [launch(graph) for _ in range(6)]
-    assert graph.edges == {1: set(), 2: {1}, 3: {1}, 4: {2}, 5: {2}, 6: {3}, 7: {4}}
-    assert [before for before, _ in arguments] == [0, *(own for _, own in arguments[:-1])]
-    graph.add()
-    assert graph.edges[8] == {5, 6, 7}
-
-
 def test_what_follows_otherwise_waits_for_both_and_begins_anew(graph):
     for _ in range(3):
         launch(graph)

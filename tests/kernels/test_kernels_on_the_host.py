@@ -468,18 +468,3 @@ def test_stages_that_warps_keep_in_registers_are_multiplied_with_the_others(kind
     for kept in (1, 2, 3):
         retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=kept)})
         assert torch.equal(gemv.multiply(weight, x), want)
-
-
-@pytest.mark.parametrize("kind", ["int4:128", "int8:64", "plain"])
-@pytest.mark.parametrize("normed", [False, True])
-def test_a_pass_ahead_of_the_inputs_leaves_nothing_behind(kind, normed, monkeypatch):
-    tensor, x = make(kind, (328, 1280), 1), torch.randn(1, 1280).bfloat16()
-    monkeypatch.setattr(gpu, "of", lambda _: OLDER)
-    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
-    norm = Norm(torch.randn(1280).bfloat16(), 1e-6) if normed else None
-    want = gemv.multiply(weight, x, norm=norm)
-    monkeypatch.setattr(dependent_launch, "warmed", True)
-    for kept in (0, 2):
-        retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=kept)})
-        monkeypatch.setattr(dependent_launch, "enabled", bool(kept))
-        assert torch.equal(gemv.multiply(weight, x, norm=norm), want)

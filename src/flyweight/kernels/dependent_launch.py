@@ -105,26 +105,6 @@ def depend_on(stream: int, nodes: Sequence[int]) -> None:
         raise RuntimeError(f"the driver's error {failed} at the edges of a graph")
 
 
-letters = False
-unturned = 0
-warmed = False
-fewer = False
-# by format, "int4:warmed+letters,int8:kept2"
-tried = {
-    name: ways.split("+")
-    for name, _, ways in (
-        one.partition(":") for one in os.environ.get("FLYWEIGHT_TRY", "").split(",") if one
-    )
-}
-
-
-def tries(way: str, name: str) -> bool:
-    return bool(globals().get(way)) or way in tried.get(name, ())
-
-
-queued = os.environ.get("FLYWEIGHT_QUEUED", "0") == "1"
-
-
 # -- counters --------------------------------------------------------------------------------------
 
 
@@ -143,7 +123,7 @@ class Counters:
         return self._next - WORD
 
 
-def _zeroed(size: int, word: int = 0) -> int:
+def _zeroed(size: int) -> int:
     """Memory of the current device, also while a graph is captured, which forbids most calls."""
     from cuda.bindings import driver
 
@@ -153,7 +133,7 @@ def _zeroed(size: int, word: int = 0) -> int:
     status, address = driver.cuMemAlloc(size)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise MemoryError(f"{size} bytes for counters of launches: {status}")
-    driver.cuMemsetD32Async(address, word, size // WORD, stream)
+    driver.cuMemsetD32Async(address, 0, size // WORD, stream)
     driver.cuStreamSynchronize(stream)
     driver.cuStreamDestroy(stream)
     driver.cuThreadExchangeStreamCaptureMode(before)
@@ -175,19 +155,8 @@ class Last:
     number: int  # of the capture
     node: int
     beside: tuple[int, ...]  # what a launch depends on that runs beside it
-    older: tuple[int, ...]  # what the launch behind that depends on, where it may wait for places
     left: frozenset[int]  # what was left for others to depend on
     counter: int
-    letters: Letters | None = None
-
-
-@dataclass(frozen=True)
-class Letters:
-    """Where outputs lie, and the two boxes that they are left in."""
-
-    written: int
-    nbytes: int
-    boxes: int
 
 
 class _Streams(threading.local):
@@ -204,7 +173,6 @@ class Link:
     def __init__(self, stream: int, device: int, capture: Capture) -> None:
         self.stream = stream
         self.capture = capture
-        self.letters: Letters | None = None
         self.own = _counters(device).take()
         before = _streams.last.pop(stream, None)
         follows = (
@@ -220,34 +188,18 @@ class Link:
     def arguments(self) -> tuple[int, int]:
         return (0 if self.before is None else self.before.counter), self.own
 
-    def exchange(self, x: Any, out: Any, residual: Any) -> tuple[int, int, int, int]:
-        """Boxes to take x from and to leave y in, and how far (in values) each is from its twin."""
-        self.letters = Letters(out.data_ptr(), out.nbytes, _zeroed(2 * out.nbytes, 0xFFFFFFFF))
-        taken = None if self.before is None else self.before.letters
-        fits = taken is not None and taken.written == x.data_ptr() and taken.nbytes >= x.nbytes
-        if fits and residual is not None:
-            start, end = taken.written, taken.written + taken.nbytes
-            fits = not (residual.data_ptr() < end and start < residual.data_ptr() + residual.nbytes)
-        before = (taken.boxes, taken.nbytes // 2) if fits else (0, 0)
-        return before[0], self.letters.boxes, before[1], out.nbytes // 2
-
     def close(self) -> None:
         now = capture_of(self.stream)
         assert now is not None and len(now.nodes) == 1
         node = now.nodes[0]
         beside = self.capture.nodes
         left: tuple[int, ...] = (node,)
-        older: tuple[int, ...] = ()
         if self.before is not None:
             beside = (self.before.node,)
             left = (self.before.node, node)
-            if queued and self.before.older:
-                beside = self.before.older
-                left = (*self.before.older, *left)
-            older = (self.before.node,)
             depend_on(self.stream, left)
         _streams.last[self.stream] = Last(
-            self.capture.number, node, beside, older, frozenset(left), self.own, self.letters
+            self.capture.number, node, beside, frozenset(left), self.own
         )
 
 

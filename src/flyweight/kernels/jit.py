@@ -305,7 +305,6 @@ class Kernel:
         shared: int = 0,
         pdl: bool = False,
         cluster: int | None = None,
-        letters: tuple[Any, ...] | None = None,
     ) -> None:
         """Launch on torch's current device and stream (inside a graph that torch captures, too)."""
         device = torch._C._cuda_getDevice()
@@ -320,15 +319,13 @@ class Kernel:
             self._check_together(config, grids, device)
         link = None
         if self.counts:
-            args = (*args, *([None, None, 0, 0] if letters else []), None, None)
+            args = (*args, None, None)
             link = self._link(stream, device, grids, block, shared) if pdl else None
         values = [
             0 if a is None else a if type(a) in (int, float, bytes) else a.data_ptr() for a in args
         ]
         if link is not None:
             values[-2:] = link.arguments
-            if letters:
-                values[-6:-2] = link.exchange(*letters)
         with self._lock:  # the driver takes its copy of the arguments before it returns
             layout = self._layout
             if layout is None:
@@ -412,12 +409,11 @@ class ImitatedKernel(Kernel):
         shared: int = 0,
         pdl: bool = False,
         cluster: int | None = None,
-        letters: tuple[Any, ...] | None = None,
     ) -> None:
         grids = (grid,) if isinstance(grid, int) else tuple(grid)
         device = torch._C._cuda_getDevice()
         imitation.note(self.name, int(self._handle), device, grids, block, shared, cluster or 1)
-        super().launch(grid, block, args, shared=shared, pdl=pdl, cluster=cluster, letters=letters)
+        super().launch(grid, block, args, shared=shared, pdl=pdl, cluster=cluster)
 
 
 class Module:

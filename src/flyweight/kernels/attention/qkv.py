@@ -17,7 +17,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.gpu import Gpu
-from flyweight.kernels import dependent_launch, jit
+from flyweight.kernels import jit
 from flyweight.kernels.attention.decode import (
     CHUNK,
     COLUMNS,
@@ -192,9 +192,6 @@ def qkv_attention(
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
     )
-    warmed = dependent_launch.tries("warmed", weight.format.name) and adapted is None
-    if warmed and count == 1 and chosen.own_units and weight.order is None:
-        defines["WARMED"] = 1
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes
     args = (

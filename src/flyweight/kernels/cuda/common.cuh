@@ -400,6 +400,7 @@ DEVICE void launch_dependents() {
 #endif
 #if BY_COUNTERS
 #include "dependent_launch.cuh"
+#define BEGIN_LAUNCH begin_launch(launch_before, launch_own)
 #else
 #define LAUNCH_ARGUMENTS
 #define BEGIN_LAUNCH

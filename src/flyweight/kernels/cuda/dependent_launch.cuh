@@ -7,38 +7,13 @@
 //
 // One lane of the CTA's last warp polls memory, the other warps a word in shared memory.
 #include "patience.cuh"
-constexpr u32 LAUNCH_ROUND = 1024;  // at least as many as a launch has CTAs
-
-// LETTERS (one row): outputs go to a box of the launch, too, whose words are their own flags, so that the next launch needs no counter to
-// know that its x is there, and no second trip to memory. There are two boxes, for replays of the graph by turns: a launch empties the one
-// that the replay before has filled.
-#ifndef TURN_NAP
-#define TURN_NAP 0
-#endif
-#ifndef LETTERS
-#define LETTERS 0
-#endif
-#if LETTERS
-#define LAUNCH_ARGUMENTS , const u16 *letters_x, u16 *letters_y, u32 letters_x_step, u32 letters_y_step, const u32 *launch_before, u32 *launch_own
-#define BEGIN_LAUNCH begin_launch(launch_before, launch_own, Letters{letters_x, letters_y, letters_x_step, letters_y_step, 0})
-#else
 #define LAUNCH_ARGUMENTS , const u32 *launch_before, u32 *launch_own
-#define BEGIN_LAUNCH begin_launch(launch_before, launch_own)
-#endif
-struct Letters {
-  const u16* x;  // the boxes of the kernel before, or null
-  u16* y;
-  u32 x_step, y_step;  // from one box to the other
-  u32 turn;            // of the boxes
-};
+constexpr u32 LAUNCH_ROUND = 1024;  // at least as many as a launch has CTAs
 
 struct Launch {
   const u32* before;
   u32* own;
   u32 ready;
-#if LETTERS
-  Letters letters;
-#endif
 };
 __shared__ Launch launch;
 
@@ -56,76 +31,21 @@ DEVICE void begin_launch(const u32* before, u32* own) {
   if (threadIdx.x == 0) launch = {before, own, before == nullptr};
   __syncthreads();
 }
-#if LETTERS
-DEVICE void begin_launch(const u32* before, u32* own, Letters letters) {
-  if (threadIdx.x == 0) launch = {before, own, before == nullptr, letters};
-  __syncthreads();
-}
-DEVICE u32 box_of_replay() {
-  if (!launch.own) return 0;
-  u32 begun[1];
-  load_relaxed(launch.own, begun);
-  return begun[0] / LAUNCH_ROUND % 2;
-}
-DEVICE void leave_letter(int index, u16 bits) {
-  if (!launch.letters.y) return;
-  u16* const box = launch.letters.y + index;
-  store_relaxed(box + launch.letters.turn * launch.letters.y_step, bits);
-  store_relaxed(box + (launch.letters.turn ^ 1) * launch.letters.y_step, (u16)0xffff);
-}
-// This lane's pieces of x: one of the warp's is watched until it is there, then all.
-template <int COUNT, class EXISTS, class PLACE> DEVICE void await_pieces(uint4 (&x)[COUNT], int lane, EXISTS exists, PLACE place) {
-  Patience patience;
-  u32 words[4];
-  if (lane == 0 && exists(0))
-    do {
-      patience.poll();
-      load_relaxed(place(0), words);
-    } while (missing<true>(words));
-  __syncwarp();
-  bool there[COUNT], all;
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    there[i] = !exists(i);
-    if (there[i]) x[i] = make_uint4(0, 0, 0, 0);
-  }
-  do {
-    patience.poll();
-    u32 found[COUNT][4];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-      if (!there[i]) load_relaxed(place(i), found[i]);
-    all = true;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-      if (!there[i]) {
-        there[i] = !missing<true>(found[i]);
-        all &= there[i];
-        x[i] = make_uint4(found[i][0], found[i][1], found[i][2], found[i][3]);
-      }
-  } while (!all);
-  __syncwarp();
-}
-#endif
 // Whether this kernel runs beside its neighbours: after begin_launch.
 DEVICE bool launches_overlap() { return launch.own; }
 // Rings in turn, as in turns.cuh: a ticket of this SM, and the wait for whoever has the one before, or until the kernel before this one has
 // ended: a thread block of this very launch may have that ticket. By one thread.
-DEVICE bool await_turn_beside(u32* turns) {
+DEVICE void await_turn_beside(u32* turns) {
   const u32 ticket = count_up(turns);
-  if (!launch.before) return true;
+  if (!launch.before) return;
   u32 done[1], now[1], begun[1];
   load_relaxed(launch.own, begun);
   Patience patience;
   do {
     patience.poll();
-#if TURN_NAP
-    asm volatile("nanosleep.u32 %0;" ::"n"(TURN_NAP));
-#endif
     load_relaxed(turns + 1, done);
     load_relaxed(launch.before, now);
   } while ((int)(done[0] - ticket) < 0 && now[0] - (begun[0] & ~(LAUNCH_ROUND - 1)) < LAUNCH_ROUND);
-  return now[0] - (begun[0] & ~(LAUNCH_ROUND - 1)) >= LAUNCH_ROUND;
 }
 // By whole warps; the last warp of the CTA must come here, too.
 DEVICE void wait_for_inputs() {

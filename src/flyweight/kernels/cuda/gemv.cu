@@ -9,13 +9,6 @@ gemv(const u8* weights, const u32* records, const float* channel_scale, const u1
      const u16* residual, u16* Y, float epsilon, u32* turns, float* mail ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
-#if TRACE
-  if (threadIdx.x == 0) {
-    trace_to = (u32*)mail + 4096 + (((u64)launch.own / 4 % 24) * gridDim.x + blockIdx.x) * 20;
-    trace_to[9] = processor();
-    stamp(0);
-  }
-#endif
   constexpr int UNIT = BALANCED ? TILE_STAGES : 1;  // of what CTAs have runs, in a tile, or (APART) in a pair of tiles
   constexpr int RUNS = APART ? TILES / 2 : TILES;
   const int begin = (int)((long long)blockIdx.x * RUNS * UNIT / gridDim.x), end = (int)((long long)(blockIdx.x + 1) * RUNS * UNIT / gridDim.x);
@@ -34,5 +27,4 @@ gemv(const u8* weights, const u32* records, const float* channel_scale, const u1
   const int count = (last + 1 - first) * (APART ? 2 : 1);
   if (linear(*(LinearShared*)raw, arguments, count, tile_at, [] {}, index, workers, slice, mail))
     end_launch(THREADS);
-  STAMP(8);
 }

@@ -66,28 +66,6 @@
 #define OWN_COPIES 0
 #define OWN_UNITS 1
 #endif
-#ifndef WARMED
-#define WARMED 0  // 1: a first pass without inputs while it waits for them, so that its code is near
-#endif
-#ifndef UNTURNED
-#define UNTURNED 0  // stages that are asked for before it is this linear's turn
-#endif
-#ifndef TRACE
-#define TRACE 0
-#endif
-#if TRACE
-#define STAMP(k) stamp(k)
-__shared__ u32* trace_to;
-DEVICE void stamp(int k) {
-  if (threadIdx.x || !launch.own) return;
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  trace_to[k] = (u32)t;
-  if (k < 9) trace_to[10 + k] = cycles();
-}
-#else
-#define STAMP(k)
-#endif
 #ifndef KEPT
 #define KEPT 0
 #endif
@@ -174,9 +152,6 @@ struct __align__(128) LinearShared {
   u64 full[STAGES], empty[STAGES];
 #if OWN_COPIES
   u32 asked;  // warps that have asked for all their weights
-#if WARMED
-  u32 late;   // inputs are there when weights are asked for
-#endif
 #endif
 #if ADAPTER_RANK
   AdapterShared adapter;
@@ -266,23 +241,13 @@ template <typename TileAt> struct OwnRing {
         ring(shared_address(sh.ring[0] + warp * OWN_BYTES + lane * 16)), at(0), own(sh.ring[0] + warp * OWN_BYTES), tile(0),
         stage(BALANCED ? slice.skipped : 0), turns(nullptr) {
     if (left > 0) aim();
-  }
-  DEVICE void take_turn() {
 #if BY_COUNTERS
     if (a.turns && launches_overlap()) turns = a.turns + 2 * processor();
     if (turns) {
-      if (threadIdx.x == 0) {
-        sh.asked = 0;
-        const bool late = await_turn_beside(turns);
-#if WARMED
-        sh.late = late;
-#endif
-      }
+      if (threadIdx.x == 0) sh.asked = 0, await_turn_beside(turns);
       named_barrier(1, THREADS);
-      if (left <= 0) give_turn();
     }
 #endif
-    STAMP(1);
   }
   // Addresses of this lane's first 16 bytes of `stage` of `tile`.
   DEVICE void aim() {
@@ -351,15 +316,11 @@ template <typename TileAt> struct OwnRing {
     if (at == STAGES * STAGE_BYTES) at = 0, own -= STAGES * STAGE_BYTES;
   }
   DEVICE void fill() {
-    for (int i = 0; i < STAGES; i++) {
-      if (i == UNTURNED) take_turn();
-      fetch(), advance();
-    }
+    for (int i = 0; i < STAGES; i++) fetch(), advance();
 #if KEPT
     keep();
 #endif
   }
-  DEVICE const u8* begin() const { return own; }
   DEVICE const u8* wait() const {
     copy_wait<STAGES - 1>();
     __syncwarp();
@@ -419,7 +380,6 @@ struct Ring {  // the stage that comes next
   LinearShared& sh;
   int slot = 0;
   u32 parity = 0;
-  DEVICE const u8* begin() const { return sh.ring[0]; }
   DEVICE const u8* wait() const {
     barrier_wait(&sh.full[slot], parity);
     return sh.ring[slot];
@@ -503,9 +463,6 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
 // Barriers, and the start of the kernel after this one.
 DEVICE void begin_linear(LinearShared& sh) {
   if (threadIdx.x == 0) {
-#if WARMED
-    sh.late = 0;
-#endif
     for (int i = 0; i < (OWN_COPIES ? 0 : STAGES); i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
@@ -521,8 +478,7 @@ DEVICE void begin_linear(LinearShared& sh) {
 
 // Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded; `rounds` ends them.
 template <typename Rounds, typename Ring>
-DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane,
-                    bool dry = false) {
+DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
   rounds.begin(done);
   int turn = warp;
@@ -532,7 +488,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
     for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
 #if KEPT
-      const int place = dry ? -1 : ring.taken++ - STAGES;
+      const int place = ring.taken++ - STAGES;
       if (place >= 0 && place < KEPT) {
 #pragma unroll
         for (int j = 0; j < KEPT; j++)
@@ -540,13 +496,9 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
         continue;
       }
 #endif
-      const u8* here = WARMED && dry ? ring.begin() : ring.wait();
-#if TRACE
-      if (tile == done && stage == (tile == 0 ? slice.skipped : 0)) STAMP(5);
-#endif
+      const u8* here = ring.wait();
       multiply_stage(sh, slice, here, inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
       if (!FULL && !IN_REGISTERS && !OWN_COPIES) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
-      if (WARMED && dry) break;
       ring.release();
     }
     auto& partial = sh.partial[tile - done][warp];
@@ -574,10 +526,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     }
     // sums for the CTA before this one are left at once
     if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
-      if (tile + 1 == count) STAMP(6);
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
-      if (tile + 1 == count) STAMP(7);
       done = tile + 1;
       if (done < count) {
         named_barrier(1, THREADS);
@@ -607,7 +557,6 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
 #if OWN_COPIES
   OwnRing<TileAt> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
   ring.fill();
-  STAMP(2);
   if (warp == WARPS - 1) early();
 #else
   if (warp == WARPS) {
@@ -616,20 +565,8 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   }
   Ring ring = {sh};
 #endif
-  Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
-#if WARMED
-#pragma unroll 1
-  for (int pass = launches_overlap() && !sh.late ? 0 : 1; pass < 2; pass++) {
-    asm volatile("" : "+r"(pass));  // both passes are the same code
-    const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane, pass);
-    if (pass) STAMP(4);
-    rounds.dry = !pass;
-    consume(sh, inputs, whole, 0, pass ? count : 1, rounds, ring, warp, lane, !pass);
-  }
-#else
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
-  STAMP(4);
+  Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
-#endif
   return true;
 }

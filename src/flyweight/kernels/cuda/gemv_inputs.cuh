@@ -41,7 +41,7 @@ DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piec
 #if ROWS == 1
 // Each of the warps loads its part of the row; the norm's weights are read ahead of the wait. Integer weights want whole groups
 // only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
-DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane, bool real = true) {
+DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane) {
   constexpr int PER_LANE = (PIECES + THREADS - 1) / THREADS;
   const int row = warp / WARPS, part = warp % WARPS;  // 0 and warp: what the compiler then knows spares tests
   uint4 x[PER_LANE], up[GATED_INPUT ? PER_LANE : 1], weight[NORM ? PER_LANE : 1];
@@ -64,34 +64,12 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
   LowProducts low(sh.adapter, a, warp, lane);
   low.fetch();
 #endif
-#if BY_COUNTERS && LETTERS
-  const u32 box = box_of_replay();
-  if (threadIdx.x == 0) launch.letters.turn = box;  // seen by all after they have met
-  if (launch.letters.x && real) {
-    const uint4* const letters = (const uint4*)(launch.letters.x + box * launch.letters.x_step);
-    auto piece_of = [=](int i) { return (i * WARPS + part) * 32 + lane; };
-    await_pieces(x, lane, [=](int i) { return piece_of(i) < KDIM / 8; }, [=](int i) { return letters + piece_of(i); });
-  } else
-#endif
-  {
-  if (real) {
-    wait_for_inputs();
-    STAMP(3);
-  }
-#if WARMED
-  if (!real) {
-    u32 zero = 0;
-    asm volatile("" : "+r"(zero));  // the same code as that of inputs
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) x[i] = make_uint4(zero, zero, zero, zero);
-  } else
-#endif
+  wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * WARPS + part) * 32 + lane;
     x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
     if (GATED_INPUT) up[GATED_INPUT ? i : 0] = piece < KDIM / 8 ? ((const uint4*)(a.x + KDIM))[piece] : make_uint4(0, 0, 0, 0);
-  }
   }
   if constexpr (INDEXED) {
 #pragma unroll

@@ -25,7 +25,6 @@ template <typename TileAt> struct Rounds {
   Slice slice;
   float* mail;  // BALANCED: [CTA, 16, row]
   Output o;
-  bool dry = false;
   DEVICE void begin(int first) {
     o = {};
     const int i = threadIdx.x;
@@ -44,7 +43,7 @@ template <typename TileAt> struct Rounds {
 #pragma unroll
     for (int half = 0; half < PARTS; half++) sums[half] = add_partials<Sum>(sh, o.slot + half * PART_TILES, o.row + half * PART_ROWS, o.token);
 #if BALANCED
-    const bool given = !(WARMED && dry) && first + o.slot == 0 && slice.skipped, shared = !(WARMED && dry) && first + o.slot + 1 == count && slice.last < TILE_STAGES;
+    const bool given = first + o.slot == 0 && slice.skipped, shared = first + o.slot + 1 == count && slice.last < TILE_STAGES;
 #pragma unroll
     for (int half = 0; half < PARTS; half++) {
       float* word = mail + (blockIdx.x * 16 + o.row + 8 * half) * ROWS + o.token;
@@ -63,6 +62,6 @@ template <typename TileAt> struct Rounds {
 #pragma unroll
     for (int half = 0; half < PARTS; half++) v[half] += inverse * sh.adapter.added[(first + o.slot + half * PART_TILES) * 16 + o.row + half * PART_ROWS];
 #endif
-    if (!(WARMED && dry)) write_output(o, v, a.y);
+    write_output(o, v, a.y);
   }
 };

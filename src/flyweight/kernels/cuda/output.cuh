@@ -66,9 +66,5 @@ DEVICE void write_output(const Output& o, float (&v)[2], u16* Y) {
 #pragma unroll
   for (int half = 0; half < PARTS; half++)
     if (BIAS) v[half] += o.bias[half];
-  const u16 bits = to_bits(ended(o, v));
-#if BY_COUNTERS && LETTERS
-  leave_letter(o.index, bits);
-#endif
-  store_relaxed(Y + o.index, bits);
+  store_relaxed(Y + o.index, to_bits(ended(o, v)));
 }

@@ -76,7 +76,6 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
-_turn = 0
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -250,8 +249,6 @@ def fitting_plan(
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
         fewer: dict[str, Any] = dict(fewest=3, warps=wanted.warps // 2)
         several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
-        if dependent_launch.fewer:
-            several.append(dict(warps=wanted.warps // 2))
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
@@ -271,9 +268,6 @@ def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> in
     """Stages behind those of the ring that warps fetch into registers, where launches overlap."""
     whole = weight.group % 64 == 0 or not weight.format.grouped  # a scale for each unit
     ready = rows == 1 and chosen.own_units and whole and dependent_launch.enabled
-    for stages in range(4):
-        if ready and f"kept{stages}" in dependent_launch.tried.get(weight.format.name, ()):
-            return stages
     return tuned.of(device).formats[weight.format.name].gemv_kept if ready else 0
 
 
@@ -391,25 +385,9 @@ def multiply(
     if balanced and not chosen.in_registers:
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
-        if dependent_launch.tries("letters", weight.format.name):  # a neighbour may still be emptying its own
-            global _turn
-            _turn ^= 1
-            mail = mail[_turn * 16 * rows * grid :]
     # an adapter's warp leaves no registers for weights
     if kept := 0 if adapted else kept_stages(weight, rows, chosen, device):
         flags["KEPT"] = kept
-    if chosen.own_units and rows == 1 and dependent_launch.tries("unturned", weight.format.name):
-        flags["UNTURNED"] = min(2, chosen.stages - 1)
-    letters = None
-    letter = dependent_launch.tries("letters", weight.format.name)
-    if letter and chosen.own_units and rows == 1 and weight.order is None:
-        if one.gated is None and adapted is None:
-            flags["LETTERS"] = 1
-            letters = (x, out, residual)
-    ready = chosen.own_units and rows == 1 and adapted is None
-    warmed = dependent_launch.tries("warmed", weight.format.name)
-    if ready and warmed and one.gated is None and weight.order is None:
-        flags["WARMED"] = 1
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
     if one.apart is not None:
@@ -432,12 +410,5 @@ def multiply(
         *(adapted.arguments if adapted else ()),
     )
     threads = chosen.threads + 32 * (adapted is not None)
-    kernel.launch(
-        grid,
-        threads,
-        args,
-        shared=chosen.shared,
-        pdl=pdl,
-        **({"letters": letters} if letters else {}),
-    )
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
     return out
