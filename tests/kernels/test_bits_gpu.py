@@ -46,7 +46,7 @@ def test_every_number_of_rows(kind, dtype):
         assert relative_error(linear.multiply(x, out), tensor.matmul_reference(x)) < bound, (rows, kernel)
 
 
-@pytest.mark.parametrize("multiply", [gemv_splitk.multiply, gemm_mma.multiply, gemm.multiply])
+@pytest.mark.parametrize("multiply", [gemv_splitk.multiply, gemm_mma.multiply, pytest.param(gemm.multiply, marks=pytest.mark.hopper)])
 def test_kernels_that_are_not_always_chosen(multiply, kind="Q4_K"):
     tensor = make(kind, (1000, 4096))
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)

@@ -172,6 +172,7 @@ def test_a_captured_layer_follows_its_input_and_repeats_its_bits(kind):
             assert torch.equal(out, replayed)
 
 
+@pytest.mark.hopper
 def test_the_choices_of_one_token_are_added_up_at_once(monkeypatch):
     """Two layers by turns, as layers may not follow themselves; a shared expert, and more experts than one warp chooses from."""
     count, chosen, hidden, width = 300, 10, 2048, 512

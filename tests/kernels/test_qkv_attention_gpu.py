@@ -52,6 +52,8 @@ class Layer:
         self.tensor = make(self.kind, (width, self.hidden), 2, dtype)
         self.offset = torch.randn(width, device=DEVICE).to(dtype) if self.bias else None
         self.linear = linear_of(self.tensor, dtype=dtype, bias=self.offset)
+        if self.linear.weight.format.widened:
+            pytest.skip("this GPU has no matrix units for float8, and a kernel of its own for their product")
         assert unsupported_reason(self.linear, shape, self.rows, gpu.of(DEVICE)) is None
         self.norm = (1 + 0.1 * torch.randn(self.hidden, device=DEVICE)).to(dtype)
         self.sinks = (torch.randn(shape.heads, device=DEVICE) + 2).to(dtype) if shape.sinks else None
