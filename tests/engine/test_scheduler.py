@@ -144,6 +144,31 @@ def test_answers_and_prompts_take_turns(monkeypatch):
         play(scheduler, works)
 
 
+def test_a_burst_is_read_at_once_beside_its_own_first_answers_and_in_turns_beside_older_ones():
+    scheduler = make(blocks=40_000, seqs=16, budget=16_384, prompt_tokens_beside=1000)
+    scheduler.turn_tokens = 64
+    scheduler.long_gaps = 0.0
+    answering = [request(number, 3, answer=1000) for number in range(8)]
+    for one in answering:
+        scheduler.add(one)
+    play(scheduler, scheduler.schedule())
+
+    def first_pass(number):
+        for i in range(4):
+            scheduler.add(request(number + i, 70, answer=1))
+        sizes = []
+        while not all(one.missing <= 1 for one in [*scheduler.waiting, *scheduler.running]) or not sizes:
+            works = scheduler.schedule()
+            sizes += [sum(work.count for work in works)] if any(work.count > 1 for work in works) else []
+            play(scheduler, works)
+        return sizes[0]
+
+    assert first_pass(100) == 280, "eight that have just begun wait as well"
+    while answering[0].generated <= schedulers.BEGUN:
+        play(scheduler, scheduler.schedule())
+    assert first_pass(200) == 64
+
+
 def test_prompts_beside_answers_are_bounded_by_their_time_where_it_is_known():
     scheduler = make(blocks=400, seqs=8, budget=600, prompt_tokens_beside=512)
     scheduler.pace = Pace()

@@ -40,7 +40,7 @@ class Kernel:
         self.run = ctypes.CDLL(str(path.with_suffix(".so")))[f"run_{name}"]
         self.source = path.with_suffix(".cpp")
 
-    def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None, carve_out=None):
+    def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
         assert shared <= 227 * 1024
         values = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else
                   ctypes.c_void_p(0) if a is None else ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a)

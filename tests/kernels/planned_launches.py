@@ -43,7 +43,7 @@ class Recorded:
     def kernel(self, name):
         return self
 
-    def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None, carve_out=None):
+    def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
         sizes = (grid,) if isinstance(grid, int) else grid
         blocks = 1
         for size in sizes:

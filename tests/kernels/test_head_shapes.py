@@ -8,7 +8,7 @@ import torch
 from flyweight.gpu import GPUS
 from flyweight.kernels import reference
 from flyweight.kernels.attention import qkv
-from flyweight.kernels.attention.decode import HeadShape, Workspace, choose_splits
+from flyweight.kernels.attention.decode import HeadShape, Workspace
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.tensors import Plain
 
@@ -36,11 +36,6 @@ def test_every_item_has_a_ticket_and_room_for_its_heads():
     workspace = Workspace.make(shape, 3, torch.device("cpu"), splits=7)
     assert workspace.tickets.numel() == 3 * 2 * 2
     assert workspace.scratch.numel() == 3 * 7 * 2 * 2 * 5 * (64 + 4)
-
-
-def test_smaller_thread_blocks_are_as_many_more():
-    assert choose_splits(1, 8, 132) == 33 and choose_splits(1, 8, 132, warps=4) == 64  # which is the most
-    assert choose_splits(2, 8, 132) == 16 and choose_splits(2, 8, 132, warps=4) == 33
 
 
 def test_shapes_that_need_one_item_are_compiled_as_before():

@@ -56,9 +56,11 @@ MANY_CACHED = 2048
 # one gap in so many may be long: answers save up for long passes of prompts, and spend what they
 # have where these are full; well below the one in a hundred that percentiles of gaps are looked at
 GAPS_A_LONG_ONE = 200
-# requests that wait, at least and for each that is answered: with more, long passes cost nothing
+# requests that wait, at least and for each that is answered: with more, long passes cost nothing.
+# Answers with no more than `BEGUN` tokens do not count: they came with those that wait
 BURST = 4
-BURST_SHARE = 0.2
+BURST_SHARE = 0.75
+BEGUN = 16
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,8 @@ class Scheduler:
         long = max(most, self.prompt_tokens_beside)
         unread = reading + coming
         tokens = sum(request.missing for request in unread)
-        if tokens >= 4 * most and len(unread) >= max(BURST, BURST_SHARE * answers):
+        settled = sum(one.missing <= 1 and one.generated > BEGUN for one in self.running)
+        if tokens >= 4 * most and len(unread) >= max(BURST, BURST_SHARE * settled):
             return long
         if tokens >= long and self.long_gaps >= answers:
             self.long_gaps -= answers

@@ -143,7 +143,6 @@ class Kernel:
 
         self.name = name
         self._shared: dict[int, int] = {}  # bytes that each device allows a launch
-        self._carved: dict[int, int] = {}  # percent, by device
         self.waits = False  # for other blocks of its launch, perhaps
         self.counts = False  # and waits for counters of other launches: cuda/dependent_launch.cuh
         self._together: set[tuple[int, int]] = set()  # launches whose blocks all run at once
@@ -175,14 +174,6 @@ class Kernel:
             raise KernelError(f"{self.name} asks for {size} bytes of shared memory: {status}")
         self._shared[device] = size
 
-    def _carve(self, percent: int, device: int) -> None:
-        driver = self._driver
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        kernel = driver.CUkernel(int(self._handle))
-        # a wish: where it is not heard, everything works as well
-        driver.cuKernelSetAttribute(attribute, percent, kernel, driver.CUdevice(device))
-        self._carved[device] = percent
-
     def _check_together(self, config: Any, grid: tuple[int, ...], device: int) -> None:
         together.check(self._driver, self.name, int(self._handle), config, grid, device)
         self._together.add((id(config), device))  # configurations are kept
@@ -206,15 +197,9 @@ class Kernel:
         shared: int = 0,
         pdl: bool = False,
         cluster: int | None = None,
-        carve_out: int | None = None,
     ) -> None:
-        """Launch on torch's current device and stream (inside a graph that torch captures, too).
-        `carve_out`: how many percent of the memory that L1 and shared memory are parts of should be
-        shared; None: as the launch before has left it, where one thread block finds room.
-        """
+        """Launch on torch's current device and stream (inside a graph that torch captures, too)."""
         device = torch._C._cuda_getDevice()
-        if carve_out is not None and self._carved.get(device) != carve_out:
-            self._carve(carve_out, device)
         allowed = self._shared.get(device)
         if shared > (self._unasked_shared(device) if allowed is None else allowed):
             self._allow_shared(shared, device)
@@ -265,14 +250,11 @@ class ImitatedKernel(Kernel):
         shared: int = 0,
         pdl: bool = False,
         cluster: int | None = None,
-        carve_out: int | None = None,
     ) -> None:
         grids = (grid,) if isinstance(grid, int) else tuple(grid)
         device = torch._C._cuda_getDevice()
         imitation.note(self.name, int(self._handle), device, grids, block, shared, cluster or 1)
-        super().launch(
-            grid, block, args, shared=shared, pdl=pdl, cluster=cluster, carve_out=carve_out
-        )
+        super().launch(grid, block, args, shared=shared, pdl=pdl, cluster=cluster)
 
 
 class Module:

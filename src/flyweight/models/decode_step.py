@@ -129,8 +129,7 @@ class DecodeAttention:
         if not attending:
             return
         first = self.layers[id(attending[0])].shape
-        crowded = attending[0].qkv.fused.crowds(self.size)
-        self.workspace = Workspace.make(first, self.size, device, beside=crowded)
+        self.workspace = Workspace.make(first, self.size, device)
         if self.separate is None:
             self.mailboxes = mailbox_cycle(
                 first, self.size, len(attending), dtype=buffers.dtype, device=device

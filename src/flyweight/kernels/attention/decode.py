@@ -109,24 +109,15 @@ class Workspace:
     scratch: Tensor
     tickets: Tensor
     splits: int
-    beside: bool = False  # CTAs begin while a linear's fill most of an SM's registers
 
     @classmethod
     def make(
-        cls,
-        shape: HeadShape,
-        sequences: int,
-        device: torch.device,
-        splits: int | None = None,
-        *,
-        beside: bool = False,
+        cls, shape: HeadShape, sequences: int, device: torch.device, splits: int | None = None
     ) -> Workspace:
-        if splits is None:
-            count = gpu.of(device).processors
-            splits = choose_splits(sequences, shape.items, count, 4 if beside else None)
+        splits = splits or choose_splits(sequences, shape.items, gpu.of(device).processors)
         states = sequences * shape.items * shape.item_heads * splits * (shape.head_dim + 4)
         tickets = torch.zeros(sequences * shape.items, dtype=torch.int32, device=device)
-        return cls(torch.empty(states, device=device), tickets, splits, beside)
+        return cls(torch.empty(states, device=device), tickets, splits)
 
 
 def choose_warps(items: int, processors: int) -> int:
@@ -134,13 +125,12 @@ def choose_warps(items: int, processors: int) -> int:
     return 8 if items <= RESIDENT // 8 * processors else 4
 
 
-def choose_splits(
-    sequences: int, items_of_sequence: int, processors: int, warps: int | None = None
-) -> int:
+def choose_splits(sequences: int, items_of_sequence: int, processors: int) -> int:
     """As many CTAs as the GPU holds at once. Short contexts leave some idle."""
     items = sequences * items_of_sequence
-    resident = RESIDENT // (warps or choose_warps(items, processors))
-    return max(1, min(MOST_SPLITS, resident * processors // items))
+    return max(
+        1, min(MOST_SPLITS, RESIDENT // choose_warps(items, processors) * processors // items)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +202,7 @@ def decode_attention(
     sequences = qkv.shape[0]
     count = gpu.of(qkv.device).processors
     # results of 8 warps would not fit into shared memory
-    small = workspace.beside or shape.item_heads * shape.head_dim > 1024
+    small = shape.item_heads * shape.head_dim > 1024
     warps = 4 if small else choose_warps(sequences * shape.items, count)
     defines = shape.defines | {
         "FP16": int(qkv.dtype == torch.float16),

@@ -168,10 +168,6 @@ class FusedLinear:
         """
         return False
 
-    def crowds(self, rows: int) -> bool:
-        """Whether its thread blocks leave few registers to what could begin beside them."""
-        return False
-
     def fetch_early(self) -> None:
         """From now on one row's weights are asked for at once, as memory has nothing else to do."""
 

@@ -410,7 +410,5 @@ def multiply(
         *(adapted.arguments if adapted else ()),
     )
     threads = chosen.threads + 32 * (adapted is not None)
-    # with room for the next launch's thread blocks, whatever was launched before
-    carve_out = 100 if device.has_dependent_launch else None
-    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl, carve_out=carve_out)
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
     return out

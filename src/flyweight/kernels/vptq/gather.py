@@ -329,14 +329,7 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
         chosen.most_blocks,
     )
     kernel = jit.load("vptq_bytes.cu", defines=defines).kernel("vptq_bytes")
-    device = gpu.of(x.device)
-    carve_out = None
-    if device.has_dependent_launch:  # no more than it needs: the stream on its way lies in L1
-        own = 100 * (chosen.shared + KB)
-        carve_out = min(100, math.ceil(own / device.shared_memory_per_multiprocessor))
-    kernel.launch(
-        sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl, carve_out=carve_out
-    )
+    kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl)
 
 
 def worth_doubling(tensor: VectorQuant) -> bool:

@@ -124,9 +124,6 @@ class VptqLinear(FusedLinear):
 
     # -- the contract ----------------------------------------------------------------------
 
-    def crowds(self, rows: int) -> bool:
-        return self.layout.byte_book is not None and rows <= gather.BYTE_ROWS
-
     def negotiate(self, before: FusedLinear, rows: int, activation: str) -> Handover:
         """Gate and up have codebooks of their own, so no thread block has both: the activation is
         left to this linear.
