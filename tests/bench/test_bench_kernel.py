@@ -8,6 +8,7 @@ import torch
 from flyweight import cli, gpu
 from flyweight.bench import attention, chain, kernels, peers, replay, shapes
 from flyweight.bench.kernels import FORMATS, Case, cases_of, measure_case
+from flyweight.commands import bench_kernel
 from flyweight.errors import OptionError
 from flyweight.gpu import GPUS
 from flyweight.kernels import reference
@@ -41,7 +42,7 @@ def case(format="w4a16", **options):
 @pytest.mark.parametrize("rows", [1, 5])
 def test_every_format_gives_a_row_with_its_error_and_both_times(format, rows):
     row = next(measure_case(case(format, rows=rows), device=CPU, peers=[], samples=3, bandwidth=10.0))
-    assert row["relative_error"] <= row["error_bound"] < 1e-2 and row["status"] == "ok" and row["kernel"]
+    assert row["relative_error"] <= row["error_bound"] < 1.2e-2 and row["status"] == "ok" and row["kernel"]
     assert row["ratio"] == pytest.approx(row["us"] / row["torch_us"]) and len(row["us_samples"]) == 3
     assert row["share_of_bandwidth"] == pytest.approx(row["gb_s"] / 10) and row["us_hot"] > 0
     assert row["bits_per_weight"] <= 32 and (row["group_size"] == 32) == format.startswith(("w4a16", "w8a16"))
@@ -214,6 +215,17 @@ def test_a_kernel_that_fails_is_a_row_with_its_reason_and_stops_no_other(kind, m
 
 
 @needs_exact_sums
+def test_a_launch_that_failed_is_a_row_though_the_device_answers_no_more(monkeypatch):
+    def fails(**_):
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fails)
+    environment = {"id": "e", "copy_gb_s": 1.0}
+    rows = bench_kernel.attempt({"format": "bf16"}, fails, environment, torch.device("cuda"), samples=1)
+    assert [(row["format"], row["status"], row["reason"]) for row in rows] == [
+        ("bf16", "failed", "RuntimeError: unspecified launch failure")]
+
+
 def test_int8_rows_are_quantized_inside_the_peer():
     tensor = Int8Channel.random((48, 64), dtype=torch.float32)
     x = torch.randn(2, 64)
