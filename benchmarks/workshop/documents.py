@@ -145,8 +145,10 @@ def newest_vllm(results: Results) -> list[Block]:
     rows = chosen.get(("qwen3-8b", "int4", ""), [])
     if "interactive" not in beside.shared(rows):
         return []
+    classes = {one for row in rows for one in row.get("linear_kernels") or {}}
+    kernels = "".join(f", by {one.removesuffix('LinearKernel')}" for one in sorted(classes))
     lines = []
-    for side, name in (("native", "Flyweight"), ("vllm", "vLLM 0.33.0 (awq, by Marlin)")):
+    for side, name in (("native", "Flyweight"), ("vllm", f"vLLM 0.33.0 (awq{kernels})")):
         first, each = (
             beside.figure(rows, side, "interactive", metric) for metric in ("ttft_ms", "tpot_ms")
         )

@@ -63,7 +63,7 @@ def test_every_format_gives_a_row_with_its_error_and_both_times(format, rows):
         measure_case(case(format, rows=rows), device=CPU, peers=[], samples=3, bandwidth=10.0)
     )
     assert (
-        row["relative_error"] <= row["error_bound"] < 1e-2
+        row["relative_error"] <= row["error_bound"] < 1.2e-2
         and row["status"] == "ok"
         and row["kernel"]
     )

@@ -46,7 +46,7 @@ from flyweight.tensors import (
     Sparse24,
     VectorQuant,
 )
-from flyweight.tensors.rounding import product_bound
+from flyweight.tensors.rounding import BY_GROUP, product_bound
 
 SLICE = 4096  # outputs multiplied in float64 at a time
 CALLS = 50  # for the host's time of one
@@ -167,7 +167,7 @@ def measure_case(
                     "why": one.why,
                     "host_us": host_us(one.run, x),
                 }
-                | judged(errors[one.name], product_bound(tensor.kind, case.dtype))
+                | judged(errors[one.name], bound_of(one, tensor, case.dtype))
                 | figures(
                     times[one.name],
                     hot=times[f"{one.name}, hot"],
@@ -337,6 +337,11 @@ def reference(tensor: QuantTensor, x: Tensor) -> Tensor:
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
+
+
+def bound_of(one: Candidate, tensor: QuantTensor, dtype: torch.dtype) -> float:
+    rounds = one.name == dispatch.NATIVE and isinstance(tensor, IntGroup)
+    return product_bound(tensor.kind, dtype, own_inputs=BY_GROUP if rounds else 0.0)
 
 
 def judged(error: float, bound: float) -> Row:

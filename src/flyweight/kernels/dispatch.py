@@ -113,6 +113,7 @@ def vectors(request: Request) -> FusedLinear | None:
     )
 
 
+NATIVE = "native"  # the name of a CPU's kernels in C
 _in_c = True  # whether a CPU's own kernels may be used
 
 
@@ -152,7 +153,7 @@ def in_own_bits(request: Request) -> FusedLinear | None:
     return TorchLinear(
         linear,
         ops=request.ops,
-        kernel="native",
+        kernel=NATIVE,
         why=linear.why,
         shape=tensor.shape,
         nbytes=linear.nbytes,
