@@ -666,7 +666,9 @@ def main() -> None:
     common: dict[str, Any] = dict(
         steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate
     )
+    begin = time.monotonic()
     lessons = lessons_of(llm, answers)
+    print(f"lessons in {time.monotonic() - begin:.0f} s", flush=True)
     facts = {"what": "training", "tree": commit(), "model": Path(options.model).name}
     student = options.then_student or (options.out if options.student else None)
     if student != options.out:

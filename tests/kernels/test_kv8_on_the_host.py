@@ -238,6 +238,7 @@ SMALL = dict(heads=6, kv_heads=2, head_dim=64, rotary=64)  # three columns a row
         (None, SMALL, [5, 9, 17, 33, 40, 3, 50, 1], [0] * 8),
         (INT8, SMALL, [43, 44, 45, 46, 47, 48, 49, 50], [0, 1, 2, 3, 4, 5, 6, 7]),
         (None, dict(sinks=True, window=64), [78, 79, 80, 81], [0, 1, 2, 3]),
+        (None, SMALL | dict(window=64), [30, 31, 63, 64, 65, 66, 67, 0], [0, 1, 0, 1, 2, 3, 4, 0]),
         (None, dict(soft_cap=2.0), [50, 51, 20, 0], [0, 1, 0, 0]),
     ],
 )
@@ -248,7 +249,12 @@ def test_rows_of_a_sequence_together_are_as_both_apart(
     monkeypatch.setattr(qkv, "TOGETHER", True)
     loaded = []
     load = qkv.jit.load
-    monkeypatch.setattr(qkv.jit, "load", lambda *args, **options: loaded.append(options) or load(*args, **options))
+
+    def noted(file, **options):
+        loaded.append(options)
+        return load(file, **options)
+
+    monkeypatch.setattr(qkv.jit, "load", noted)
     test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before)
     assert loaded[-1]["defines"]["TOGETHER"] == 1
 

@@ -36,9 +36,8 @@ from flyweight.kernels.linear.tiles import TiledWeight
 
 SHORTEST = 32  # tokens worth a CTA of their own
 HEAD_DIMS = (64, 128, 256)
-# Whether a CTA takes all rows of a sequence at once (TOGETHER of qkv_attention.cu)
+# Whether a CTA takes several rows of a sequence at once (TOGETHER of qkv_attention.cu)
 TOGETHER = False
-MOST_PRODUCTS = 4  # that their query heads are the columns of
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -61,7 +60,7 @@ class Mailbox:
     ) -> Mailbox:
         """`chunk`: rows that may be of one sequence."""
         ctas = shape.kv_heads * head_ctas(shape, gpu.of(device))
-        states = ctas * chunk * shape.item_heads * (shape.head_dim + 4)
+        states = ctas * rows_together(shape, chunk) * shape.item_heads * (shape.head_dim + 4)
         return cls(
             torch.full((rows, shape.width), -1, dtype=torch.int16, device=device).view(dtype),
             torch.full((states,), -1, dtype=torch.int32, device=device).view(torch.float32),
@@ -113,35 +112,21 @@ def chunk_of(rows: int, *, shared: bool) -> int:
 
 
 def chunk_bytes(shape: HeadShape, chunk: int) -> int:
-    """Of the keys and values of new tokens in shared memory, beyond those of one."""
-    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0)
-
-
-def together_bytes(shape: HeadShape, chunk: int) -> int:
-    """Of the queries of all rows of a sequence in shared memory, beyond those of one."""
-    row = 2 * shape.head_dim + (64 if shape.eight_bits else 16)
-    return (chunk - 1) * shape.item_heads * row
-
-
-def together_plan(
-    weight: TiledWeight, shape: HeadShape, chunk: int, device: Gpu, more: int
-) -> Plan | None:
-    """The plan of a kernel whose CTAs take all rows of a sequence at once; None where they do not.
-    `more`: bytes of shared memory that are needed besides.
+    """Of the keys and values of new tokens in shared memory, and of queries, beyond those of one
+    row.
     """
-    products = chunk // min(chunk, COLUMNS // shape.item_heads) if chunk > 1 else 0
-    if (
-        not TOGETHER
-        or not 0 < products <= MOST_PRODUCTS
-        or shape.head_dim > 128
-        or shape.gated
-        or 0 < (shape.window or 0) < SHORTEST_WINDOW
-    ):
-        return None
-    chosen = linear_plan(weight, shape, chunk, device, more + together_bytes(shape, chunk))
-    states = chunk * shape.item_heads * (shape.head_dim + 4) * 4
-    tile = 32 * (2 * shape.head_dim + 32)  # keys and values of 16 tokens, at most so many bytes
-    return chosen if chosen is not None and chosen.ring >= states + tile else None
+    query = 2 * shape.head_dim + (64 if shape.eight_bits else 16)
+    queries = (rows_together(shape, chunk) - 1) * shape.item_heads * query
+    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0) + queries
+
+
+def rows_together(shape: HeadShape, chunk: int) -> int:
+    """Rows of a sequence that a CTA takes at once: as many as have room for their query heads in
+    the columns of a product. `chunk`: rows that may be of one sequence.
+    """
+    if not TOGETHER or shape.gated or 0 < (shape.window or 0) < SHORTEST_WINDOW:
+        return 1
+    return min(chunk, COLUMNS // shape.item_heads)
 
 
 def linear_plan(
@@ -226,8 +211,7 @@ def qkv_attention(
     adapted = rows.adapted
     chunk = chunk_of(count, shared=rows.before is not None)
     more = chunk_bytes(shape, chunk) + (adapted.shared_bytes(tiles) if adapted else 0)
-    together = together_plan(weight, shape, chunk, device, more) if chunk == count else None
-    chosen = together or linear_plan(weight, shape, count, device, more)
+    chosen = linear_plan(weight, shape, count, device, more)
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
     x, arranged = linear.arranged(x, norm)
     assert arranged is not None
@@ -239,7 +223,7 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
-        | ({"TOGETHER": 1} if together else {})
+        | ({"TOGETHER": 1} if rows_together(shape, chunk) > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes

@@ -30,14 +30,11 @@
 // token takes all of the sequence's new ones, `before` + 1 of them, from shared memory: it makes their keys and values for itself
 // from the mailbox, and stores those of its own row alone. Other runs end where the new tokens begin.
 //
-// TOGETHER: a CTA takes all rows of a sequence at once, so K and V pass through registers once for all of them, and a run is as short
-// as that of a step of one row. Query heads of several rows are the columns of one product, as many as fit; a warp has EACH such
-// products, and a lane PARTIES warps for the same dimensions. A row does not see the new tokens behind it.
+// TOGETHER: a CTA takes as many rows of a sequence at once as have room in the 8 columns of a product, so K and V pass through
+// registers once for them, and runs are as much longer than those of a row alone as there are fewer parts of the step than rows. A row
+// does not see the new tokens behind it. A CTA makes and hands over so many more results; all rows of a sequence at once were slower.
 //
-//      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 |   | row 2 … | row 3 … |   …        COLUMN_ROWS = 2 rows a product
-//
-// Every CTA then makes the queries of all rows, and leaves and gathers as many partial results more; AT_ONCE heads and GATHERS results
-// are waited for together, so that this takes no more trips to memory than one row does.
+//      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 |        a part of the step: TAKEN = 2 rows
 //
 // ITEMS: where more than 8 query heads share a kv head, its CTAs attend in as many equal parts, G query heads each. They share out the
 // tiles of the linear all the same. All make the newest key and value for themselves, and the first part alone stores them.
@@ -70,13 +67,9 @@ constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = ((1 + GATED) * SHARING +
 constexpr int FIRST_QUERY = GATED * HEADS;    // among the heads that the linear makes: gates, queries, keys, values
 constexpr int ITEM_CTAS = HEAD_CTAS / ITEMS;  // that attend with the same query heads
 constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a row, at most
-constexpr int TAKEN = TOGETHER ? CHUNK : 1;      // rows that a CTA takes at once
+constexpr int TAKEN = !TOGETHER ? 1 : CHUNK < 8 / G ? CHUNK : 8 / G;  // rows that a CTA takes at once
 constexpr int QUERIES = TAKEN * G;
-constexpr int COLUMN_ROWS = TAKEN < 8 / G ? TAKEN : 8 / G, COLUMNS = COLUMN_ROWS * G;  // rows, and columns, of one product
-constexpr int PRODUCTS = TAKEN / COLUMN_ROWS;
-constexpr int MOST_EACH = IN_REGISTERS ? 4 : WARPS > 8 ? 1 : 2;  // products of a warp that registers leave room for
-constexpr int EACH = PRODUCTS < MOST_EACH ? PRODUCTS : MOST_EACH, PARTIES = PRODUCTS / EACH;
-constexpr int DIM_PARTS = HEAD_DIM / 64, LANE_WARPS = DIM_PARTS * PARTIES;
+constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
 constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
 constexpr int SCALES = 2 * 16 * KV_ROW;           // where scales begin in a tile: 16 of keys, 16 of values, a word each
@@ -84,24 +77,20 @@ constexpr int KV_TILE = SCALES + (KV8 ? 128 : 0);  // 16 keys, then 16 values
 constexpr int PART_BYTES = 64 * sizeof(Stored);   // of a row, which a warp of a lane takes of values
 constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / KV_TILE;  // x lies behind the ring
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
-constexpr int STATE_TILES = (QUERIES * STATE * 4 + KV_TILE - 1) / KV_TILE;  // a lane leaves its results where its tokens were
-constexpr int MOST_LANES = WARPS / LANE_WARPS, ROOM_LANES = RING_TILES / STATE_TILES;
-constexpr int LANES = ROOM_LANES < MOST_LANES ? ROOM_LANES : MOST_LANES;
-constexpr int MOST_DEPTH = STATE_TILES < 3 ? 3 : STATE_TILES;
-constexpr int DEPTH = RING_TILES / LANES < MOST_DEPTH ? RING_TILES / LANES : MOST_DEPTH;  // tiles of a lane on their way
+constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
+constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
-constexpr int TASKS = QUERIES + (TOGETHER ? 2 * TAKEN : 0);  // heads of q, k and v that are made
-constexpr int AT_ONCE = !TOGETHER ? 1 : !IN_REGISTERS ? 1 : TASKS / WARPS < 1 ? 1 : TASKS / WARPS < 6 ? TASKS / WARPS : 6;
-constexpr int WIDTH_OF_RESULTS = QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : 1;  // results that a thread adds up at once
-constexpr int GATHERS = !TOGETHER || QUERIES * HEAD_DIM / 4 <= 32 * WARPS ? 1 : QUERIES * HEAD_DIM / 4 / (32 * WARPS);
+constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
+constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
+constexpr int RESULTS_AT_ONCE = TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : 1;  // that a thread adds up
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
-static_assert(LANES >= 1 && STATE_TILES <= DEPTH && G <= 8, "a lane leaves its results where its tokens were");
+static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
 static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
-static_assert(!TOGETHER || (CHUNK == ROWS && !GATED && PRODUCTS % EACH == 0 && PARTIES * DIM_PARTS <= WARPS), "rows that go together");
+static_assert(!TOGETHER || (CHUNK > 1 && !GATED), "what rows of a sequence have together");
 static_assert(!TOGETHER || WINDOW == 0 || WINDOW >= 64, "no tile has a row that sees nothing of it");
 
 struct __align__(128) Shared {
@@ -163,7 +152,7 @@ DEVICE size_t token_at(const Attention& a, int sequence, int token, int head) {
   return (slot_of(a, sequence, token) * KV_HEADS + head) * HEAD_DIM;
 }
 
-// What a CTA takes at once: a row, or all rows of a sequence.
+// What a CTA takes at once: a row, or rows of a sequence that follow each other.
 struct Part {
   int first, rows;   // the first row, and how many
   int older, fresh;  // tokens in the cache, and new ones: the last `rows` of them are the rows'
@@ -171,31 +160,29 @@ struct Part {
   DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
 };
 #if TOGETHER
-// The rows of a step, a bit each: which begin a sequence, which go on with one.
-struct Sequences {
+// The parts of a step. Of rows a bit each: which begin a part, which go on with one.
+struct Parts {
   u32 begin, go_on;
-  int count, splits;  // runs of a sequence, at most
-  DEVICE Sequences(const Attention& a, const int* before, int lane) {
-    const bool used = lane < ROWS && a.lengths[min(lane, ROWS - 1)] > 0, goes_on = used && before[min(lane, ROWS - 1)] > 0;
-    go_on = __ballot_sync(~0u, goes_on);
-    begin = __ballot_sync(~0u, used && !goes_on);
+  int count, splits;  // runs of a part, at most
+  DEVICE Parts(const Attention& a, const int* before, int lane) {
+    const int length = lane < ROWS ? a.lengths[lane] : 0, back = lane < ROWS ? before[lane] : 0;
+    go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
+    begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
     count = __popc(begin);
     splits = max(1, min(32, ITEM_CTAS / max(1, count)));
   }
-  DEVICE Part part(const Attention& a, int index) const {
+  DEVICE Part part(const Attention& a, const int* before, int index) const {
     u32 rest = begin;
     for (int i = 0; i < index; i++) rest &= rest - 1;
-    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first));
-    return {first, rows, a.lengths[first] - 1, rows};
+    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), length = a.lengths[first], back = min(before[first], length - 1);
+    return {first, rows, length - 1 - back, back + rows};
   }
 };
 #else
-struct Sequences {
+struct Parts {
   static constexpr int count = ROWS, splits = SPLITS;
-  const int* before;
-  DEVICE Sequences(const Attention&, const int* before, int) : before(before) {}
-  DEVICE Part part(const Attention& a, int row) const { return part(a.lengths[row], row); }
-  DEVICE Part part(int length, int row) const {
+  DEVICE Parts(const Attention&, const int*, int) {}
+  DEVICE Part part(int length, const int* before, int row) const {
     const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
     return {row, 1, length - 1 - back, back + 1};
   }
@@ -315,71 +302,59 @@ struct Softmax {
 // nothing. Where rows go together, each sees one new token more than the one before it, and a window begins one token later.
 struct Tokens {
   int count, first;  // tokens, and which of the sequence the first is
-  bool fresh;        // new ones
-  int oldest;        // that the first row sees
+  int before;        // of new tokens: those that the first row sees besides its own; −1: these are older ones
+  int oldest;        // that the first row sees, may be below 0
   DEVICE bool seen(int token, int column) const {
     if (TAKEN == 1) return token < count;
     const int row = column / G;
-    if (fresh) return token < min(count, row + 1);
+    if (before >= 0) return token <= before + row;
     return token < count && (!WINDOW || first + token >= oldest + row);
   }
 };
 #if KV8
-// A scale is the half of its word that its token's place in the page says. `column`: the first of the first product.
-DEVICE void absorb(Softmax (&runs)[EACH], const u16* query, u32 keys, u32 values, u32 scales, Tokens tile, int column, float soft_cap, int lane) {
-  const int g = lane / 4, t = lane % 4, count = tile.count;
-  float score[EACH][2][4] = {};  // two chains of additions
+// A scale is the half of its word that its token's place in the page says.
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, Tokens tokens, float soft_cap, int lane) {
+  const int g = lane / 4, t = lane % 4, count = tokens.count;
+  float score[2][4] = {};  // two chains of additions
   float key_by[2], value_by[2], shift[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int token = min(g + 8 * half, count - 1), high = 2 * ((tile.first + token) % 2);
+    const int token = min(g + 8 * half, count - 1), high = 2 * ((tokens.first + token) % 2);
     key_by[half] = scale_of((u16)shared_load16(scales + token * 4 + high));
     value_by[half] = scale_of((u16)shared_load16(scales + 64 + token * 4 + high));
     shift[half] = log2_fast(value_by[half]);
   }
   const u32 low_row = keys + min(g, count - 1) * KV_ROW + t * 8, high_row = keys + min(g + 8, count - 1) * KV_ROW + t * 8;
-  query += min(g, COLUMNS - 1) * QUERY_ROW + t * 8;
+  query += min(g, QUERIES - 1) * QUERY_ROW + t * 8;
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
+    const uint4 q = *(const uint4*)(query + i * 32);
     const uint4 low = widened(shared_load2(low_row + i * 32)), high = widened(shared_load2(high_row + i * 32));
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      const uint4 q = *(const uint4*)(query + n * COLUMNS * QUERY_ROW + i * 32);
-      mma16<true>(score[n][0], low.x, high.x, low.y, high.y, q.x, q.y);
-      mma16<true>(score[n][1], low.z, high.z, low.w, high.w, q.z, q.w);
-    }
+    mma16<true>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
+    mma16<true>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
   }
-  u32 b[EACH][2];
+  float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    Softmax& run = runs[n];
-    float most[2] = {run.most[0], run.most[1]};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
-      const float whole = (score[n][0][j] + score[n][1][j]) * key_by[j / 2];
-      score[n][0][j] = tile.seen(g + j / 2 * 8, column + n * COLUMNS + 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
-      most[j % 2] = fmaxf(most[j % 2], score[n][0][j] + shift[j / 2]);
-    }
-#pragma unroll
-    for (int o = 4; o < 32; o <<= 1)
-#pragma unroll
-      for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-    float fade[2], weight[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) weight[j] = exp2_fast(score[n][0][j] - most[j % 2]);
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      fade[j] = exp2_fast(run.most[j] - most[j]);
-      run.most[j] = most[j];
-      run.sum[j] = run.sum[j] * fade[j] + weight[j] + weight[2 + j];
-    }
-    b[n][0] = transpose8(pack_as<true>(weight[0] * value_by[0], weight[1] * value_by[0]));
-    b[n][1] = transpose8(pack_as<true>(weight[2] * value_by[1], weight[3] * value_by[1]));
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
+  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
+    const float whole = (score[0][j] + score[1][j]) * key_by[j / 2];
+    score[0][j] = tokens.seen(g + j / 2 * 8, 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
+    most[j % 2] = fmaxf(most[j % 2], score[0][j] + shift[j / 2]);
   }
+#pragma unroll
+  for (int o = 4; o < 32; o <<= 1)
+#pragma unroll
+    for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+  float fade[2], weight[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) weight[j] = exp2_fast(score[0][j] - most[j % 2]);
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    fade[j] = exp2_fast(run.most[j] - most[j]);
+    run.most[j] = most[j];
+    run.sum[j] = run.sum[j] * fade[j] + weight[j] + weight[2 + j];
+  }
+  const u32 b0 = transpose8(pack_as<true>(weight[0] * value_by[0], weight[1] * value_by[0]));
+  const u32 b1 = transpose8(pack_as<true>(weight[2] * value_by[1], weight[3] * value_by[1]));
   uint4 word[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) word[i] = widened(shared_load2(values + min(i / 2 * 8 + 2 * t + i % 2, count - 1) * KV_ROW + g * 8));
@@ -389,69 +364,55 @@ DEVICE void absorb(Softmax (&runs)[EACH], const u16* query, u32 keys, u32 values
 #pragma unroll
     for (int j = 0; j < 4; j++) of[j] = i == 0 ? word[j].x : i == 1 ? word[j].y : i == 2 ? word[j].z : word[j].w;
 #pragma unroll
-    for (int n = 0; n < EACH; n++)
-      mma16<true>(runs[n].values[i], __byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632),
-                  __byte_perm(of[2], of[3], 0x5410), __byte_perm(of[2], of[3], 0x7632), b[n][0], b[n][1]);
+    for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
+    mma16<true>(run.values[i], __byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632),
+                __byte_perm(of[2], of[3], 0x5410), __byte_perm(of[2], of[3], 0x7632), b0, b1);
   }
 }
 // Where number i of the eight results of a lane and column stands among its warp's dimensions.
 DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
 #else
 DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
-// `column`: the first of the first product.
-DEVICE void absorb(Softmax (&runs)[EACH], const u16* query, u32 keys, u32 values, Tokens tile, int column, float scale, float soft_cap, int lane) {
-  const int g = lane / 4, t = lane % 4, count = tile.count;
-  float score[EACH][2][4] = {};  // two chains of additions
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
+  const int g = lane / 4, t = lane % 4, count = tokens.count;
+  float score[2][4] = {};  // two chains of additions
   keys += min(lane % 16, count - 1) * KV_ROW + lane / 16 * 16;
-  query += min(g, COLUMNS - 1) * QUERY_ROW + 2 * t;
+  query += min(g, QUERIES - 1) * QUERY_ROW + 2 * t;
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++) {
     const uint4 a = load_matrices<false>(keys + k * 32);
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      const u16* q = query + n * COLUMNS * QUERY_ROW + k * 16;
-      mma16<FP16>(score[n][k % 2], a.x, a.y, a.z, a.w, *(const u32*)q, *(const u32*)(q + 8));
-    }
+    mma16<FP16>(score[k % 2], a.x, a.y, a.z, a.w, *(const u32*)(query + k * 16), *(const u32*)(query + k * 16 + 8));
   }
-  u32 b[EACH][2];
+  float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    Softmax& run = runs[n];
-    float most[2] = {run.most[0], run.most[1]};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
-      const float whole = (score[n][0][j] + score[n][1][j]) * scale;
-      score[n][0][j] = tile.seen(g + j / 2 * 8, column + n * COLUMNS + 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
-      most[j % 2] = fmaxf(most[j % 2], score[n][0][j]);
-    }
-#pragma unroll
-    for (int o = 4; o < 32; o <<= 1)
-#pragma unroll
-      for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-    u32 pair[2];
-    float fade[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      fade[j] = exp2_fast(run.most[j] - most[j]);
-      run.most[j] = most[j];
-      pair[j] = pack2(exp2_fast(score[n][0][2 * j] - most[0]), exp2_fast(score[n][0][2 * j + 1] - most[1]));
-    }
-    // the sum counts what is multiplied: the rounded weights
-    run.sum[0] = run.sum[0] * fade[0] + low_float(pair[0]) + low_float(pair[1]);
-    run.sum[1] = run.sum[1] * fade[1] + high_float(pair[0]) + high_float(pair[1]);
-    b[n][0] = transpose8(pair[0]);
-    b[n][1] = transpose8(pair[1]);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
+  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
+    const float whole = (score[0][j] + score[1][j]) * scale;
+    score[0][j] = tokens.seen(g + j / 2 * 8, 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
+    most[j % 2] = fmaxf(most[j % 2], score[0][j]);
   }
+#pragma unroll
+  for (int o = 4; o < 32; o <<= 1)
+#pragma unroll
+    for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+  u32 pair[2];
+  float fade[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    fade[j] = exp2_fast(run.most[j] - most[j]);
+    run.most[j] = most[j];
+    pair[j] = pack2(exp2_fast(score[0][2 * j] - most[0]), exp2_fast(score[0][2 * j + 1] - most[1]));
+  }
+  // the sum counts what is multiplied: the rounded weights
+  run.sum[0] = run.sum[0] * fade[0] + low_float(pair[0]) + low_float(pair[1]);
+  run.sum[1] = run.sum[1] * fade[1] + high_float(pair[0]) + high_float(pair[1]);
+  const u32 b0 = transpose8(pair[0]), b1 = transpose8(pair[1]);
   values += min(lane / 16 * 8 + lane % 8, count - 1) * KV_ROW + lane / 8 % 2 * 16;
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 2 t + j % 2
     const uint4 a = load_matrices<true>(values + i * 32);
 #pragma unroll
-    for (int n = 0; n < EACH; n++) mma16<FP16>(runs[n].values[i], a.x, a.y, a.z, a.w, b[n][0], b[n][1]);
+    for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
+    mma16<FP16>(run.values[i], a.x, a.y, a.z, a.w, b0, b1);
   }
 }
 #endif
@@ -460,18 +421,17 @@ DEVICE void absorb(Softmax (&runs)[EACH], const u16* query, u32 keys, u32 values
 // leaves its states [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched.
 template <typename Prepare>
 DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh, Prepare prepare) {
-  constexpr int BYTES_EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / BYTES_EACH;  // of 16 bytes in a row
-  constexpr int LANE_THREADS = LANE_WARPS * 32;
-  const int thread = threadIdx.x % LANE_THREADS, index = threadIdx.x / LANE_THREADS, lane = threadIdx.x % 32;
+  constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
+  const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
   const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
   auto fetch = [&](int tile, int slot) {
     if (tile < older)
 #pragma unroll
-      for (int i = thread / CHUNKS; i < 16; i += LANE_THREADS / CHUNKS) {
+      for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-          const size_t at = token_at(a, part.first, token, head) + thread % CHUNKS * BYTES_EACH;
+          const size_t at = token_at(a, part.first, token, head) + thread % CHUNKS * EACH;
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
           copy16(to + SCALES / 2, a.values + at);
@@ -486,8 +446,8 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
     copy_group();
   };
   auto meet = [&] {  // the warps of a lane
-    if (LANE_WARPS == 1) __syncwarp();
-    else named_barrier(2 + index, LANE_THREADS);
+    if (DIM_PARTS == 1) __syncwarp();
+    else named_barrier(2 + index, DIM_PARTS * 32);
   };
   if (index < LANES)
 #pragma unroll
@@ -496,11 +456,8 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   named_barrier(1, THREADS);
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
 
-  const int warp = thread / 32, dims = warp % DIM_PARTS * PART_BYTES;  // bytes before this warp's dimensions
-  const int column = warp / DIM_PARTS * EACH * COLUMNS;                // its first
-  Softmax runs[EACH];
-#pragma unroll
-  for (int n = 0; n < EACH; n++) runs[n] = {{LOWEST, LOWEST}};
+  const int dims = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
+  Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
   for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
@@ -508,12 +465,13 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
     const bool old = tile < older;
     const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.newest[0]);
     const u32 values = old ? keys + SCALES / 2 : shared_address(sh.newest[1]);
-    const Tokens here = {old ? min(16, end - begin - tile * 16) : fresh, begin + tile * 16, !old, oldest_of(part.length(), part.rows)};
+    const Tokens tokens = {old ? min(16, end - begin - tile * 16) : fresh, begin + tile * 16, old ? -1 : part.fresh - part.rows,
+                           part.length() - part.rows + 1 - WINDOW};
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
-    absorb(runs, sh.query[column], keys, values + dims, scales, here, column, a.soft_cap, lane);
+    absorb(run, sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
 #else
-    absorb(runs, sh.query[column], keys, values + dims, here, column, a.scale, a.soft_cap, lane);
+    absorb(run, sh.query[0], keys, values + dims, tokens, a.scale, a.soft_cap, lane);
 #endif
     meet();
     fetch(tile + DEPTH * LANES, slot);
@@ -521,19 +479,15 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
 #pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    Softmax& run = runs[n];
+  for (int j = 0; j < 2; j++) {
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
+    const int own = lane % 4 * 2 + j;
+    if (own < QUERIES) {
+      float* state = states + own * STATE;
 #pragma unroll
-      for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
-      const int own = lane % 4 * 2 + j;
-      if (own < COLUMNS) {
-        float* state = states + (column + n * COLUMNS + own) * STATE;
-#pragma unroll
-        for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
-        if (dims == 0 && lane < 4) state[HEAD_DIM] = run.most[j], state[HEAD_DIM + 1] = run.sum[j];
-      }
+      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
+      if (dims == 0 && lane < 4) state[HEAD_DIM] = run.most[j], state[HEAD_DIM + 1] = run.sum[j];
     }
   }
   return min(LANES, tiles);
@@ -576,50 +530,39 @@ DEVICE float sunk(const Attention& a, int h, float most) {
 DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int split, int used, int warp, int lane) {
   const int quads = rows * G * HEAD_DIM / 4;
   const int wide = used <= 2 ? 2 : used <= 4 ? 4 : used <= 8 ? 8 : used <= 16 ? 16 : 32;  // lanes for one quad
-  const int last = (split + 1) * quads / used, step = WARPS * (32 / wide), run = lane % wide;
-  for (int first = split * quads / used + warp * (32 / wide); first < last; first += GATHERS * step) {
-    u32 words[GATHERS][4] = {}, limits[GATHERS][2];
-    Gates<2> factors(gates + 4 * min(first + lane / wide, quads - 1));
-    bool all;
-    Patience patience;
-    do {
-      patience.poll();
-      all = true;
-#pragma unroll
-      for (int n = 0; n < GATHERS; n++) {
-        const int quad = first + n * step + lane / wide;
-        limits[n][0] = __float_as_uint(LOWEST), limits[n][1] = 0;
-        if (quad < last && run < used) {
-          const float* state = states + ((size_t)run * QUERIES + quad * 4 / HEAD_DIM) * STATE;
-          load_relaxed(state + quad * 4 % HEAD_DIM, words[n]);
-          load_relaxed(state + HEAD_DIM, limits[n]);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < GATHERS; n++) all &= !missing<false>(words[n]) && !missing<false>(limits[n]);
-    } while (!all);
+  const int last = (split + 1) * quads / used;
+  for (int first = split * quads / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
+    const int quad = first + lane / wide, run = lane % wide, query = min(quad, quads - 1) * 4 / HEAD_DIM;
+    u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
+    Gates<2> factors(gates + 4 * min(quad, quads - 1));
+    if (quad < last && run < used) {
+      const float* state = states + ((size_t)run * QUERIES + query) * STATE;
+      Patience patience;
+      do {
+        patience.poll();
+        load_relaxed(state + quad * 4 % HEAD_DIM, words);
+        load_relaxed(state + HEAD_DIM, limits);
+      } while (missing<false>(words) || missing<false>(limits));
+    }
     __syncwarp();
+    float most = __uint_as_float(limits[0]), v[4];
+    for (int o = 1; o < wide; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    const float weight = quad < last ? exp2_fast(__uint_as_float(limits[0]) - most) : 0.f;
+    float sum = weight * __uint_as_float(limits[1]);
 #pragma unroll
-    for (int n = 0; n < GATHERS; n++) {
-      const int quad = first + n * step + lane / wide, query = quad * 4 / HEAD_DIM;
-      float most = __uint_as_float(limits[n][0]), v[4];
-      for (int o = 1; o < wide; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-      const float weight = quad < last ? exp2_fast(__uint_as_float(limits[n][0]) - most) : 0.f;
-      float sum = weight * __uint_as_float(limits[n][1]);
+    for (int i = 0; i < 4; i++) v[i] = weight * __uint_as_float(words[i]);
+    for (int o = 1; o < wide; o <<= 1) {
+      sum += __shfl_xor_sync(~0u, sum, o);
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i] = weight * __uint_as_float(words[n][i]);
-      for (int o = 1; o < wide; o <<= 1) {
-        sum += __shfl_xor_sync(~0u, sum, o);
+      for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], o);
+    }
+    const float inverse = __fdividef(1.f, sum + sunk(a, query % G, most));
+    if (quad < last && run == 0) {
+      factors.await();
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], o);
-      }
-      const float inverse = __fdividef(1.f, sum + sunk(a, min(query, rows * G - 1) % G, most));
-      if (quad < last && run == 0) {
-        factors.await();
-#pragma unroll
-        for (int i = 0; i < 4; i++) v[i] *= inverse * factors.factor(i);
-        ((uint2*)(out + (size_t)(query / G) * HEADS * HEAD_DIM))[quad % (G * HEAD_DIM / 4)] = make_uint2(pack2(v[0], v[1]), pack2(v[2], v[3]));
-      }
+      for (int i = 0; i < 4; i++) v[i] *= inverse * factors.factor(i);
+      u16* row = out + (size_t)(query / G) * HEADS * HEAD_DIM;
+      ((uint2*)row)[quad - query / G * (G * HEAD_DIM / 4)] = make_uint2(pack2(v[0], v[1]), pack2(v[2], v[3]));
     }
   }
 }
@@ -672,30 +615,30 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
 #if CHUNK == 1
   constexpr int* before = nullptr;
 #endif
-  const Sequences sequences(a, before, lane);
-  const int splits = sequences.splits, split = member % splits, own = member / splits;
-  Part next = {};
-  int length = 0;  // in a register before it is needed
-  if (own < sequences.count) {
 #if TOGETHER
-    next = sequences.part(a, own);
-    length = next.length();
+  auto early = [&] {  // what it finds out is found out once more: registers are few, and then it is near
+    const Parts parts(a, before, lane);
+    const int own = member / parts.splits;
+    const Part part = own < parts.count ? parts.part(a, before, own) : Part{};
+    prefetch(a, part.first, part.length(), part.rows, member % parts.splits, parts.splits, head, lane);
+  };
 #else
-    length = lengths[own];
+  int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
+  auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
 #endif
-  }
-  auto early = [&] { prefetch(a, TOGETHER ? next.first : own, length, TOGETHER ? next.rows : 1, split, splits, head, lane); };
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
               blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
 
   empty(next_qkv, next_states);
-  for (int sequence = own; sequence < sequences.count; sequence += ITEM_CTAS / splits) {
+  const Parts parts(a, before, lane);
+  const int splits = parts.splits, split = member % splits, own = member / splits;
+  for (int index = own; index < parts.count; index += ITEM_CTAS / splits) {
 #if TOGETHER
-    const Part part = sequence == own ? next : sequences.part(a, sequence);
+    const Part part = parts.part(a, before, index);
 #else
-    if (sequence != own) length = lengths[sequence];
+    if (index != own) length = lengths[index];
     if (length == 0) continue;
-    const Part part = sequences.part(length, sequence);
+    const Part part = parts.part(length, before, index);
 #endif
     const Run run = run_of(part.length(), split, splits, part.rows);
     if (split >= run.used) continue;
@@ -741,7 +684,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     u16* target = out + (size_t)part.first * HEADS * HEAD_DIM + results;
     const u16* gates = qkv + (size_t)part.first * NDIM + results;
     float* mine = states + (size_t)blockIdx.x * QUERIES * STATE;
-    constexpr int N = WIDTH_OF_RESULTS;
+    constexpr int N = RESULTS_AT_ONCE;
     for (int i = threadIdx.x * N; i < part.rows * G * HEAD_DIM; i += THREADS * N) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
       const Merged<N> state = merge_lanes<N>(sh, count, h, d);
@@ -758,7 +701,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       }
     }
     if (run.used > 1) gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, split, run.used, warp, lane);
-    if (sequence + ITEM_CTAS / splits < sequences.count) named_barrier(1, THREADS);  // before others fetch over the states
+    if (index + ITEM_CTAS / splits < parts.count) named_barrier(1, THREADS);  // before others fetch over the states
   }
   end_launch(THREADS);
 }

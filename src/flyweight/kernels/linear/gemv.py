@@ -39,7 +39,6 @@ class Plan:
     slots: int  # tiles between two meetings of the warps
     shared: int
     warps: int
-    ring: int  # bytes that its stages take
     in_registers: bool = False  # x, or in shared memory
     own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
 
@@ -187,8 +186,7 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     if stages < wanted.fewest:
         return None
     shared = max(fixed + stages * stage, least)
-    ring = stages * stage
-    return Plan(stage_blocks, stages, slots, shared, warps, ring, wanted.in_registers, own)
+    return Plan(stage_blocks, stages, slots, shared, warps, wanted.in_registers, own)
 
 
 def plan_beside(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
