@@ -330,10 +330,11 @@ def train_head(
     batch: int = 8192,
     unroll: int = 3,
     rate: float = 1e-3,
+    captured: bool = True,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Train, or go on training, into `folder`; returns losses and shares of right guesses on what
-    was kept back.
+    was kept back. `captured`: steps, on a GPU.
     """
     target = llm.decoder
     known = target.config.vocab_size
@@ -352,6 +353,7 @@ def train_head(
         device=target.device,
         say=say,
         write=lambda: head.save(folder, target.dtype),
+        captured=captured,
     )
 
 
@@ -634,6 +636,9 @@ def main() -> None:
     )
     parser.add_argument("--question-times", type=int, default=4, help="how often each is answered")
     parser.add_argument("--answer", type=int, default=192, help="tokens of an answer")
+    parser.add_argument(
+        "--eager", action="store_true", help="launch a head's steps one by one, not captured"
+    )
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -672,7 +677,9 @@ def main() -> None:
     facts = {"what": "training", "tree": commit(), "model": Path(options.model).name}
     student = options.then_student or (options.out if options.student else None)
     if student != options.out:
-        head = dict(vocabulary=options.vocabulary, unroll=options.unroll)
+        head: dict[str, Any] = dict(
+            vocabulary=options.vocabulary, unroll=options.unroll, captured=not options.eager
+        )
         found = train_head(llm, lessons, options.out, **head, **common)
         print(json.dumps(facts | {"student_layers": None} | found), flush=True)
     if student is not None:
