@@ -190,7 +190,7 @@ def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     tensor = IntGroup.random((shape.width, 128), 1, dtype=torch.bfloat16, bits=4, group_size=128)
     linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
     assert qkv.unsupported_reason(linear, shape, rows, host_cuda.HOST) is None
-    tables = torch.randperm(rows * 5).view(rows, 5).int()
+    tables = torch.randperm(rows * 6).view(rows, 6).int()
     known = list(lengths)
     for row, back in enumerate(before or ()):
         if back:
@@ -213,7 +213,7 @@ def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     apart = gemv.multiply(linear.weight, x, norm=norm)
     workspace = Workspace.make(shape, rows, CPU, 2)
     decode_attention(apart, want, caches[0], places, layer=layer, workspace=workspace)
-    boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU)
+    boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU, chunk=rows)
     qkv.qkv_attention(linear, x, got, caches[1], places, layer=layer, norm=norm, mailboxes=boxes)
     for row in range(rows):
         if lengths[row]:
@@ -225,6 +225,41 @@ def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
         assert same_bits(caches[0].eight.scales[1], caches[1].eight.scales[1])
         keys = [one.eight.scales[0].double() for one in caches]
         torch.testing.assert_close(*keys, rtol=0.01, atol=0, equal_nan=True)
+
+
+SMALL = dict(heads=6, kv_heads=2, head_dim=64, rotary=64)  # three columns a row
+
+
+@pytest.mark.parametrize(
+    ("format", "changes", "lengths", "before"),
+    [
+        (None, dict(head_dim=128, rotary=128), [50, 51], [0, 1]),
+        (None, {}, [34, 35, 36, 37], [0, 1, 2, 3]),
+        (INT8, {}, [47, 48, 49, 7], [0, 1, 2, 0]),  # new tokens on both sides of a border of runs
+        (FP8, dict(head_dim=128, rotary=128), [1, 2, 3, 4], [0, 1, 2, 3]),
+        (None, SMALL, [31, 32, 33, 50, 51, 52, 53, 0], [0, 1, 2, 0, 1, 2, 3, 0]),
+        (None, SMALL, [5, 9, 17, 33, 40, 3, 50, 1], [0] * 8),
+        (INT8, SMALL, [43, 44, 45, 46, 47, 48, 49, 50], [0, 1, 2, 3, 4, 5, 6, 7]),
+        (None, dict(sinks=True, window=64), [78, 79, 80, 81], [0, 1, 2, 3]),
+        (None, SMALL | dict(window=64), [30, 31, 63, 64, 65, 66, 67, 0], [0, 1, 0, 1, 2, 3, 4, 0]),
+        (None, dict(soft_cap=2.0), [50, 51, 20, 0], [0, 1, 0, 0]),
+    ],
+)
+def test_rows_of_a_sequence_together_are_as_both_apart(
+    format, changes, lengths, before, monkeypatch
+):
+    """Whatever the sequences of a step are: one, several, padding behind them."""
+    monkeypatch.setattr(qkv, "TOGETHER", True)
+    loaded = []
+    load = qkv.jit.load
+
+    def noted(file, **options):
+        loaded.append(options)
+        return load(file, **options)
+
+    monkeypatch.setattr(qkv.jit, "load", noted)
+    test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before)
+    assert loaded[-1]["defines"]["TOGETHER"] == 1
 
 
 def filled(shape, lengths, tables, format):

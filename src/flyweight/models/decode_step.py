@@ -132,7 +132,12 @@ class DecodeAttention:
         self.workspace = Workspace.make(first, self.size, device)
         if self.separate is None:
             self.mailboxes = mailbox_cycle(
-                first, self.size, len(attending), dtype=buffers.dtype, device=device
+                first,
+                self.size,
+                len(attending),
+                dtype=buffers.dtype,
+                device=device,
+                chunk=self.chunk,
             )
 
     def _separate_reason(self, blocks: Sequence[Block], device: gpu.Gpu) -> str | None:

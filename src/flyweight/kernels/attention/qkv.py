@@ -36,6 +36,9 @@ from flyweight.kernels.linear.tiles import TiledWeight
 
 SHORTEST = 32  # tokens worth a CTA of their own
 HEAD_DIMS = (64, 128, 256)
+# Whether a CTA takes several rows of a sequence at once (TOGETHER of qkv_attention.cu)
+TOGETHER = False
+SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,17 @@ class Mailbox:
 
     @classmethod
     def make(
-        cls, shape: HeadShape, rows: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        shape: HeadShape,
+        rows: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        chunk: int = 1,
     ) -> Mailbox:
+        """`chunk`: rows that may be of one sequence."""
         ctas = shape.kv_heads * head_ctas(shape, gpu.of(device))
-        states = ctas * shape.item_heads * (shape.head_dim + 4)
+        states = ctas * rows_together(shape, chunk) * shape.item_heads * (shape.head_dim + 4)
         return cls(
             torch.full((rows, shape.width), -1, dtype=torch.int16, device=device).view(dtype),
             torch.full((states,), -1, dtype=torch.int32, device=device).view(torch.float32),
@@ -58,12 +68,21 @@ class Mailbox:
 
 
 def mailbox_cycle(
-    shape: HeadShape, rows: int, layers: int, *, dtype: torch.dtype, device: torch.device
+    shape: HeadShape,
+    rows: int,
+    layers: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunk: int = 1,
 ) -> list[Mailbox]:
     """One for each of at least two layers; neighbours differ, the last and the first too. Two, or
-    three for an odd count.
+    three for an odd count. `chunk`: rows that may be of one sequence.
     """
-    boxes = [Mailbox.make(shape, rows, dtype=dtype, device=device) for _ in range(2 + layers % 2)]
+    boxes = [
+        Mailbox.make(shape, rows, dtype=dtype, device=device, chunk=chunk)
+        for _ in range(2 + layers % 2)
+    ]
     return [
         boxes[2 if layers % 2 and layer == layers - 1 else layer % 2] for layer in range(layers)
     ]
@@ -93,8 +112,21 @@ def chunk_of(rows: int, *, shared: bool) -> int:
 
 
 def chunk_bytes(shape: HeadShape, chunk: int) -> int:
-    """Of the keys and values of new tokens in shared memory, beyond those of one."""
-    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0)
+    """Of the keys and values of new tokens in shared memory, and of queries, beyond those of one
+    row.
+    """
+    query = 2 * shape.head_dim + (64 if shape.eight_bits else 16)
+    queries = (rows_together(shape, chunk) - 1) * shape.item_heads * query
+    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0) + queries
+
+
+def rows_together(shape: HeadShape, chunk: int) -> int:
+    """Rows of a sequence that a CTA takes at once: as many as have room for their query heads in
+    the columns of a product. `chunk`: rows that may be of one sequence.
+    """
+    if not TOGETHER or shape.gated or 0 < (shape.window or 0) < SHORTEST_WINDOW:
+        return 1
+    return min(chunk, COLUMNS // shape.item_heads)
 
 
 def linear_plan(
@@ -191,6 +223,7 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
+        | ({"TOGETHER": 1} if rows_together(shape, chunk) > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes

@@ -8,11 +8,13 @@ import functools
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemv import RESERVED_BESIDE
 from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Ring
@@ -78,7 +80,7 @@ def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
     unit = 2 * matrix.format.block_bytes + (0 if quantized else 64)
     team = next(warps // teams for teams in range(ring.teams, 0, -1) if warps % teams == 0)
     owned = math.ceil(tiles / CLUSTER)
-    x = CLUSTER * warps * 32 if quantized else (sets - 1) * warps * 2048
+    x = CLUSTER * warps * 32 if quantized or sets == turns == 1 else (sets - 1) * warps * 2048
     others = (
         x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
     )
@@ -103,10 +105,11 @@ def unsupported_reason(
     most = 8 * max(
         (ring.sets for ring in tuned.of(device).formats[form.name].cluster_rings), default=0
     )
-    if not fits or weight.interleaved or norm or not 1 < rows <= most:
+    around = norm or weight.interleaved
+    if not fits or not 1 < rows <= most or (around and not _takes_around(weight, rows, device)):
         return (
-            "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale for "
-            "each, without a norm before or act(gate)·up after"
+            "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
+            "for each; a norm before or act(gate)·up after only 8 of bfloat16 where that pays"
         )
     if choose(matrix, rows, device) is None:
         return (
@@ -116,18 +119,32 @@ def unsupported_reason(
     return None
 
 
+def _takes_around(weight: TiledWeight | Outline, rows: int, device: Gpu) -> bool:
+    """Whether a norm before and act(gate)·up after are fused: x times the norm's weights may be too
+    large for float16, and is told from CTA to CTA once.
+    """
+    matrix = weight.matrix
+    pays = tuned.of(device).formats[matrix.format.name].cluster_norms
+    one_turn = matrix.in_features <= 128 * CLUSTER * MOST_WARPS
+    grouped = matrix.format.grouped
+    return pays and grouped and one_turn and rows <= 8 and weight.dtype == torch.bfloat16
+
+
 def multiply(
     weight: TiledWeight,
     x: Tensor,
     out: Tensor | None = None,
     *,
+    norm: Norm | None = None,
     residual: Tensor | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """x [rows, in], up to 16 rows → [rows, out]."""
+    """x [rows, in], up to 16 rows → [rows, out] (half of it for an interleaved gate/up:
+    act(gate) · up).
+    """
     rows = x.shape[0]
     device = gpu.of(x.device)
-    reason = unsupported_reason(weight, rows, device)
+    reason = unsupported_reason(weight, rows, device, norm=norm is not None)
     chosen = choose(weight.matrix, rows, device)
     if reason or chosen is None:
         raise ValueError(
@@ -142,6 +159,7 @@ def multiply(
             **weight.type_defines,
             "KDIM": weight.in_features,
             "NDIM": weight.out_features,
+            **({"NORM": 1} if norm is not None else {}),
             "EPILOGUE": EPILOGUES[weight.epilogue(residual)],
             "BIAS": int(weight.bias is not None),
             "SETS": chosen.sets,
@@ -153,10 +171,9 @@ def multiply(
             "SHARED_BYTES": shared,
         },
     ).kernel("few")
-    # o and down have kernels around that take no turns
-    tickets = (
-        workspace.current(x.device).tickets() if residual is None and rows <= MOST_ROWS else None
-    )
+    # in layers the kernels around take no turns, and each has an SM
+    alone = residual is None and norm is None
+    tickets = workspace.current(x.device).tickets() if alone and rows <= MOST_ROWS else None
     kernel.launch(
         device.processors // CLUSTER * CLUSTER,
         32 * (chosen.warps + 2),
@@ -165,13 +182,15 @@ def multiply(
             weight.records,
             weight.channel_scale,
             x,
+            norm and norm.weight,
             weight.bias,
             residual,
             out,
+            norm.epsilon if norm else 0.0,
             rows,
             tickets,
         ),
-        shared=shared + (LONELY if residual is not None else 0),
+        shared=shared + (0 if alone else LONELY),
         pdl=pdl,
         cluster=CLUSTER,
     )

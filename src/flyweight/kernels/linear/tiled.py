@@ -32,6 +32,7 @@ from flyweight.tensors import QuantTensor
 MULTIPLY: dict[str, Callable[..., Tensor]] = {
     "gemv": gemv.multiply,
     "gemv_splitk": gemv_splitk.multiply,
+    "gemv_cluster": gemv_cluster.multiply,
     "gemm_small": gemm_small.multiply,
     "gemm": gemm.multiply,
     "gemm_mma": gemm_mma.multiply,
@@ -250,9 +251,6 @@ class TiledLinear(FusedLinear):
             kernel
             or self.choose(x.shape[0], norm=norm is not None, residual=residual is not None).kernel
         )
-        if kernel == "gemv_cluster":
-            assert norm is None, "few.cu has none"
-            return gemv_cluster.multiply(weight, x, out, residual=residual)
         if kernel == "gemm_dequantized":  # by a kernel that the product must not run ahead of
             written = dataclasses.replace(
                 weight.in_sixteen_bits(), weights=untile(weight, tiles=True)
