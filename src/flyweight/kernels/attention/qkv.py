@@ -38,6 +38,8 @@ SHORTEST = 32  # tokens worth a CTA of their own
 HEAD_DIMS = (64, 128, 256)
 # Whether a CTA takes several rows of a sequence at once (TOGETHER of qkv_attention.cu)
 TOGETHER = False
+# Whether eight rows leave room for another kernel on their SM
+BESIDE = False
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -141,7 +143,14 @@ def linear_plan(
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
     return gemv.fitting_plan(
-        weight.matrix, rows, device, tiles=tiles, more=own, alone=alone, all_warps=True
+        weight.matrix,
+        rows,
+        device,
+        tiles=tiles,
+        more=own,
+        alone=alone and not BESIDE,
+        all_warps=True,
+        registers_beside=BESIDE,
     )
 
 

@@ -27,6 +27,9 @@ MOST_STAGES = 15  # a barrier of the hardware for each
 MOST_ROWS = 16
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
+# Whether kernels of layers leave each other room, and whether they take turns
+BESIDE = False
+TURNS = False
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
 
 
@@ -173,7 +176,9 @@ def multiply(
     ).kernel("few")
     # in layers the kernels around take no turns, and each has an SM
     alone = residual is None and norm is None
-    tickets = workspace.current(x.device).tickets() if alone and rows <= MOST_ROWS else None
+    tickets = (
+        workspace.current(x.device).tickets() if (alone or TURNS) and rows <= MOST_ROWS else None
+    )
     kernel.launch(
         device.processors // CLUSTER * CLUSTER,
         32 * (chosen.warps + 2),
@@ -190,7 +195,7 @@ def multiply(
             rows,
             tickets,
         ),
-        shared=shared + (0 if alone else LONELY),
+        shared=shared + (0 if alone or BESIDE else LONELY),
         pdl=pdl,
         cluster=CLUSTER,
     )
