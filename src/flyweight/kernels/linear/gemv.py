@@ -28,7 +28,6 @@ ROWS = (1, 2, 4, 8)
 # next one's variables).
 RESERVED_BESIDE = 2 * KB
 RESERVED_ALONE = 7 * KB
-REGISTER_WARPS = 8  # that multiply, of a kernel with x in registers and room for another
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ def _registers_beside_plan(
     """x of eight rows in registers, with room for another kernel."""
     if "gemv_registers" not in matrix.format.kernels or rows != 8 or matrix.group % 128:
         return None
-    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=REGISTER_WARPS)
+    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True)
     found = plan_beside(matrix, rows, wanted, device)
     return found and dataclasses.replace(found, beside=True)
 
@@ -233,11 +232,11 @@ def fitting_plan(
     more: int = 0,
     alone: bool = False,
     all_warps: bool = False,
-    registers_beside: bool = False,
+    registers_beside: int = 0,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
     even that is too much. `all_warps`: those that have no share of the last stages, too;
-    `registers_beside`: x in registers where that leaves room for another kernel.
+    `registers_beside`: so many warps with x in registers, where that leaves room for another kernel.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
@@ -254,8 +253,10 @@ def fitting_plan(
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
-    if registers_beside and (found := _registers_beside_plan(matrix, rows, wanted, device)):
-        return found
+    if registers_beside:
+        few_warps = dataclasses.replace(wanted, warps=registers_beside)
+        if found := _registers_beside_plan(matrix, rows, few_warps, device):
+            return found
     several: list[dict[str, Any]] = [
         dict(fewest=3),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
