@@ -38,7 +38,7 @@ SHORTEST = 32  # tokens worth a CTA of their own
 HEAD_DIMS = (64, 128, 256)
 # Whether a CTA takes several rows of a sequence at once (TOGETHER of qkv_attention.cu)
 TOGETHER = False
-# Warps of eight rows that leave room for another kernel on their SM (0: they have it for themselves)
+# Warps of eight rows that leave room for another kernel on their SM (0: they leave none)
 BESIDE = 0
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 

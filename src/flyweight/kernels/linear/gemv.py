@@ -211,9 +211,7 @@ def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> P
     return found and dataclasses.replace(found, shared=max(found.shared, device.shared_excluding))
 
 
-def _registers_beside_plan(
-    matrix: Matrix, rows: int, wanted: Wanted, device: Gpu
-) -> Plan | None:
+def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
     """x of eight rows in registers, with room for another kernel."""
     if "gemv_registers" not in matrix.format.kernels or rows != 8 or matrix.group % 128:
         return None
@@ -236,7 +234,7 @@ def fitting_plan(
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
     even that is too much. `all_warps`: those that have no share of the last stages, too;
-    `registers_beside`: so many warps with x in registers, where that leaves room for another kernel.
+    `registers_beside`: so many warps with x in registers, where that leaves room for another one.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
