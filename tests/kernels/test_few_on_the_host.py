@@ -56,7 +56,7 @@ def test_bias_and_residual_are_fused(dtype, rows):
 
 @pytest.mark.parametrize(("kind", "rows", "activation"), [("int4:128", 8, "silu"), ("int4:128:symmetric", 5, None), ("int8:128", 7, "silu")])
 def test_a_norm_before_and_gate_up_after_are_fused(kind, rows, activation, monkeypatch):
-    monkeypatch.setattr(gemv_cluster, "_takes_around", lambda *of: True)
+    monkeypatch.setattr(gemv_cluster, "has_layers", lambda *of, **kind: True)
     tensor, bias = make(kind, (112, 2048), 1), torch.randn(112).bfloat16()
     x = (torch.arange(1, rows + 1)[:, None] * torch.randn(rows, 2048)).bfloat16()
     norm = Norm((1 + 0.1 * torch.randn(2048)).bfloat16(), 1e-6)

@@ -168,7 +168,7 @@ def test_qkv_with_attention_over_codes_is_as_both_apart(before, format, monkeypa
     from flyweight.kernels.attention.qkv import mailbox_cycle, qkv_attention, unsupported_reason
     from flyweight.kernels.linear import gemv
 
-    monkeypatch.setattr(fused, "TOGETHER", True)
+    monkeypatch.setattr(fused, "TOGETHER", 99)
     rows = len(before)
     shape = replace(SHAPE, eight_bits=True)
     torch.manual_seed(0)

@@ -212,7 +212,7 @@ def rows_of_guesses(kind, rows, spans, shape, **options):
 @pytest.mark.parametrize("rows", list(GUESSES))
 @pytest.mark.parametrize(("kind", "hidden"), [("int4:128", 4096), ("int4:128", 512), ("w8a8", 1024), ("plain", 512)])
 def test_rows_of_a_sequence_see_what_is_before_them(kind, hidden, rows, together, monkeypatch):
-    monkeypatch.setattr(qkv, "TOGETHER", together)
+    monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
     for spans in GUESSES[rows]:
         rows_of_guesses(kind, rows, spans, SHAPE, hidden=hidden)
 
@@ -224,7 +224,7 @@ def test_rows_of_a_sequence_see_what_is_before_them(kind, hidden, rows, together
 ], ids=str)
 @pytest.mark.parametrize("rows", [4, 8])
 def test_rows_of_a_sequence_together_have_windows_and_other_heads(rows, changes, monkeypatch):
-    monkeypatch.setattr(qkv, "TOGETHER", True)
+    monkeypatch.setattr(qkv, "TOGETHER", 99)
     for spans in GUESSES[rows][:5]:
         rows_of_guesses("int4:128", rows, spans, replace(SHAPE, **changes))
 

@@ -212,10 +212,11 @@ def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> P
 
 
 def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
-    """x of eight rows in registers, with room for another kernel."""
-    if "gemv_registers" not in matrix.format.kernels or rows != 8 or matrix.group % 128:
+    """x of four or eight rows in registers, with room for another kernel."""
+    if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
         return None
-    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True)
+    slots = max(1, min(wanted.tiles, 2 * wanted.warps // rows))  # an output of a round to a thread
+    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, slots=slots)
     found = plan_beside(matrix, rows, wanted, device)
     return found and dataclasses.replace(found, beside=True)
 

@@ -24,12 +24,8 @@ CLUSTER = 2
 LEAST_WARPS = 8
 MOST_WARPS = 16
 MOST_STAGES = 15  # a barrier of the hardware for each
-MOST_ROWS = 16
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
-# Whether kernels of layers leave each other room, and whether they take turns
-BESIDE = False
-TURNS = False
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
 
 
@@ -109,7 +105,7 @@ def unsupported_reason(
         (ring.sets for ring in tuned.of(device).formats[form.name].cluster_rings), default=0
     )
     around = norm or weight.interleaved
-    if not fits or not 1 < rows <= most or (around and not _takes_around(weight, rows, device)):
+    if not fits or not 1 < rows <= most or (around and not has_layers(weight, rows, device)):
         return (
             "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
             "for each; a norm before or act(gate)·up after only 8 of bfloat16 where that pays"
@@ -122,15 +118,26 @@ def unsupported_reason(
     return None
 
 
-def _takes_around(weight: TiledWeight | Outline, rows: int, device: Gpu) -> bool:
-    """Whether a norm before and act(gate)·up after are fused: x times the norm's weights may be too
-    large for float16, and is told from CTA to CTA once.
+def has_layers(
+    weight: TiledWeight | Outline, rows: int, device: Gpu, *, residual: bool = False
+) -> bool:
+    """Whether all linears of layers with this one go this way. Then norms before and act(gate)·up
+    after are fused (x times the norm's weights may be too large for float16, and is told from CTA
+    to CTA once), and neighbours leave each other room and take turns. `residual`: what is added to
+    is the hidden state, else what comes in.
     """
     matrix = weight.matrix
-    pays = tuned.of(device).formats[matrix.format.name].cluster_norms
-    one_turn = matrix.in_features <= 128 * CLUSTER * MOST_WARPS
-    grouped = matrix.format.grouped
-    return pays and grouped and one_turn and rows <= 8 and weight.dtype == torch.bfloat16
+    numbers = tuned.of(device).formats[matrix.format.name]
+    hidden = matrix.out_features if residual else matrix.in_features
+    return (
+        numbers.cluster_layers
+        and device.has_warpgroups
+        and matrix.group == 128
+        and rows <= 8
+        and weight.dtype == torch.bfloat16
+        and hidden <= 128 * CLUSTER * MOST_WARPS
+        and hidden % (128 * CLUSTER) == 0
+    )
 
 
 def multiply(
@@ -174,11 +181,9 @@ def multiply(
             "SHARED_BYTES": shared,
         },
     ).kernel("few")
-    # in layers the kernels around take no turns, and each has an SM
-    alone = residual is None and norm is None
-    tickets = (
-        workspace.current(x.device).tickets() if (alone or TURNS) and rows <= MOST_ROWS else None
-    )
+    # elsewhere the kernels around o and down have an SM each, and take no turns
+    lonely = residual is not None and not has_layers(weight, rows, device, residual=True)
+    tickets = None if lonely else workspace.current(x.device).tickets()
     kernel.launch(
         device.processors // CLUSTER * CLUSTER,
         32 * (chosen.warps + 2),
@@ -195,7 +200,7 @@ def multiply(
             rows,
             tickets,
         ),
-        shared=shared + (0 if alone or BESIDE else LONELY),
+        shared=shared + (LONELY if lonely else 0),
         pdl=pdl,
         cluster=CLUSTER,
     )

@@ -70,7 +70,7 @@ class FormatNumbers:
     small_cycles: tuple[float, float] | None = None
     cluster_rings: tuple[Ring, ...] = ()
     cluster_whole_ring: Ring | None = None
-    cluster_norms: bool = False  # few.cu with a norm before and act(gate)·up after pays
+    cluster_layers: bool = False  # layers of up to 8 rows all through few.cu, norms too, pay
     gemm_halves_inputs: bool = False  # tiles whose inputs two CTAs share pay
     gemm_one_tile_per_sm: bool = False  # of up to 64 rows; of other formats nobody knows yet
     gemm_square_pairs_only: bool = False
