@@ -43,7 +43,7 @@
 // like the others, and are waited for only where a result is written.
 //
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), TOGETHER (0),
-// GATED (0)
+// GATED (0), AHEAD (tokens that come to L2 before the wait; those that have room in the ring)
 #ifndef TOGETHER
 #define TOGETHER 0
 #endif
@@ -79,6 +79,9 @@ constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / K
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
+#ifndef AHEAD
+constexpr int AHEAD = LANES * DEPTH * 16;
+#endif
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
@@ -160,28 +163,28 @@ struct Part {
   DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
 };
 #if TOGETHER
-// The parts of a step. Of rows a bit each: which begin a part, which go on with one.
+// The parts of a step. Of rows a bit each: which begin a part, which go on with one. A row's length and what is before it are in its lane.
 struct Parts {
+  int length, back;
   u32 begin, go_on;
   int count, splits;  // runs of a part, at most
-  DEVICE Parts(const Attention& a, const int* before, int lane) {
-    const int length = lane < ROWS ? a.lengths[lane] : 0, back = lane < ROWS ? before[lane] : 0;
+  DEVICE Parts(int length, int back) : length(length), back(back) {
     go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
     begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
     count = __popc(begin);
     splits = max(1, min(32, ITEM_CTAS / max(1, count)));
   }
-  DEVICE Part part(const Attention& a, const int* before, int index) const {
+  DEVICE Part part(int index) const {
     u32 rest = begin;
     for (int i = 0; i < index; i++) rest &= rest - 1;
-    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), length = a.lengths[first], back = min(before[first], length - 1);
-    return {first, rows, length - 1 - back, back + rows};
+    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), whole = __shfl_sync(~0u, length, first);
+    const int mine = min(__shfl_sync(~0u, back, first), whole - 1);
+    return {first, rows, whole - 1 - mine, mine + rows};
   }
 };
 #else
 struct Parts {
   static constexpr int count = ROWS, splits = SPLITS;
-  DEVICE Parts(const Attention&, const int*, int) {}
   DEVICE Part part(int length, const int* before, int row) const {
     const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
     return {row, 1, length - 1 - back, back + 1};
@@ -198,7 +201,7 @@ DEVICE void prefetch(const Attention& a, int sequence, int length, int rows, int
   if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
 #pragma unroll 1
-  for (int i = lane; i < min(run.end - run.begin, LANES * DEPTH * 16) * KV_LINES; i += 32) {
+  for (int i = lane; i < min(run.end - run.begin, AHEAD) * KV_LINES; i += 32) {
     const size_t at = token_at(a, sequence, run.begin + i / KV_LINES, head) + i % KV_LINES * (128 / sizeof(Stored));
     prefetch_l2(a.keys + at);
     prefetch_l2(a.values + at);
@@ -616,10 +619,11 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   constexpr int* before = nullptr;
 #endif
 #if TOGETHER
-  auto early = [&] {  // what it finds out is found out once more: registers are few, and then it is near
-    const Parts parts(a, before, lane);
+  const int row_length = lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
+  auto early = [&] {
+    const Parts parts(row_length, row_back);
     const int own = member / parts.splits;
-    const Part part = own < parts.count ? parts.part(a, before, own) : Part{};
+    const Part part = own < parts.count ? parts.part(own) : Part{};
     prefetch(a, part.first, part.length(), part.rows, member % parts.splits, parts.splits, head, lane);
   };
 #else
@@ -630,11 +634,15 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
               blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
 
   empty(next_qkv, next_states);
-  const Parts parts(a, before, lane);
+#if TOGETHER
+  const Parts parts(row_length, row_back);
+#else
+  const Parts parts{};
+#endif
   const int splits = parts.splits, split = member % splits, own = member / splits;
   for (int index = own; index < parts.count; index += ITEM_CTAS / splits) {
 #if TOGETHER
-    const Part part = parts.part(a, before, index);
+    const Part part = parts.part(index);
 #else
     if (index != own) length = lengths[index];
     if (length == 0) continue;
