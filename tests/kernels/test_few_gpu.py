@@ -8,7 +8,7 @@ from gpu_linears import TOLERANCE, linear_of, make, relative_error, replayed
 
 from flyweight import gpu
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemm_small, gemv, gemv_cluster, tiles
+from flyweight.kernels.linear import gemm_small, gemv, gemv_cluster, tiles, whole_layers
 from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_5_to_16_rows_with_bias_and_residual(kind, seed, dtype):
 @pytest.mark.parametrize(("kind", "shape", "activation"), [
     ("int4:128", (24576, 4096), "silu"), ("int4:128", (2144, 2560), "silu"), ("int4:128", (2128, 2048), None), ("int8:128", (4096, 4096), "silu")])
 def test_a_norm_before_and_gate_up_after_are_fused(kind, shape, activation, monkeypatch):
-    monkeypatch.setattr(gemv_cluster, "has_layers", lambda *of, **kind: True)
+    monkeypatch.setattr(whole_layers, "running", lambda: True)
     columns = shape[1]
     tensor = make(kind, shape, 0, torch.bfloat16)
     weight = tiles.prepare(tensor, dtype=torch.bfloat16, activation=activation)

@@ -9,7 +9,7 @@ from test_kernels_on_the_host import error, host, linear_of, make  # noqa: F401 
 
 from flyweight.gpu import GPUS
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemm_small, gemv_cluster, tiles
+from flyweight.kernels.linear import gemm_small, gemv_cluster, tiles, whole_layers
 from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiles import Matrix
@@ -56,7 +56,7 @@ def test_bias_and_residual_are_fused(dtype, rows):
 
 @pytest.mark.parametrize(("kind", "rows", "activation"), [("int4:128", 8, "silu"), ("int4:128:symmetric", 5, None), ("int8:128", 7, "silu")])
 def test_a_norm_before_and_gate_up_after_are_fused(kind, rows, activation, monkeypatch):
-    monkeypatch.setattr(gemv_cluster, "has_layers", lambda *of, **kind: True)
+    monkeypatch.setattr(whole_layers, "running", lambda: True)
     tensor, bias = make(kind, (112, 2048), 1), torch.randn(112).bfloat16()
     x = (torch.arange(1, rows + 1)[:, None] * torch.randn(rows, 2048)).bfloat16()
     norm = Norm((1 + 0.1 * torch.randn(2048)).bfloat16(), 1e-6)

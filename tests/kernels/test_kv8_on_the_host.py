@@ -18,7 +18,7 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.linear import gemv, gemv_cluster
+from flyweight.kernels.linear import gemv, whole_layers
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kv_format import FP8, INT8
@@ -275,7 +275,7 @@ def test_rows_whose_x_stays_in_registers_leave_room(
 ):
     monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
     monkeypatch.setattr(qkv, "REGISTER_WARPS", {4: 8, 8: 8})
-    monkeypatch.setattr(gemv_cluster, "has_layers", lambda *of, **kind: True)
+    monkeypatch.setattr(whole_layers, "running", lambda: True)
     loaded = note_kernels(monkeypatch)
     compare_with_apart(format, changes, lengths, before, inputs=1024, exact=False)
     assert loaded[-1]["IN_REGISTERS"] == loaded[-1]["BESIDE"] == 1

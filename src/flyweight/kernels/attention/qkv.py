@@ -27,7 +27,7 @@ from flyweight.kernels.attention.decode import (
     eight_bit_arguments,
     eight_bit_defines,
 )
-from flyweight.kernels.linear import gemv, gemv_cluster
+from flyweight.kernels.linear import gemv, whole_layers
 from flyweight.kernels.linear.choose import route, within_attention
 from flyweight.kernels.linear.fused import FusedLinear, Norm
 from flyweight.kernels.linear.gemv import Plan
@@ -39,8 +39,8 @@ HEAD_DIMS = (64, 128, 256)
 # Where a row alone would have up to so many runs, a CTA takes several rows of a sequence at once
 # (TOGETHER of qkv_attention.cu); more runs are short enough, and cost more to hand over
 TOGETHER = 4
-# Warps of steps of so many rows with x in registers, where few.cu's kernels are around
-REGISTER_WARPS = {8: 8}
+# Warps of steps of so many rows with x in registers, where layers leave room
+REGISTER_WARPS = {4: 8, 8: 8}
 AHEAD = 0  # tokens of a run that come to L2 before the inputs are there; 0: as the ring has room
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
@@ -145,7 +145,7 @@ def linear_plan(
         own += shape.item_heads * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
-    beside = gemv_cluster.has_layers(weight.outline, rows, device)
+    beside = whole_layers.running()
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
     return gemv.fitting_plan(
         weight.matrix,
@@ -157,6 +157,20 @@ def linear_plan(
         all_warps=True,
         registers_beside=REGISTER_WARPS.get(rows, 0) if beside else 0,
     )
+
+
+def leaves_room(
+    linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu, chunk: int = 1
+) -> bool:
+    """Whether x of these rows is in registers and another kernel fits beside on the SM, in a step
+    all of whose layers leave room.
+    """
+    if not isinstance(linear, TiledLinear) or not linear.measured_in_layers:
+        return False
+    more = chunk_bytes(shape, chunk, device)
+    with whole_layers.run():
+        found = linear_plan(linear.weight, shape, rows, device, more)
+    return found is not None and found.beside
 
 
 def unsupported_reason(

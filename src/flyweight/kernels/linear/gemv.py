@@ -19,6 +19,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import dependent_launch, jit, tuned, workspace
+from flyweight.kernels.linear import whole_layers
 from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiles import ACTIVATIONS, EPILOGUES, Matrix, TiledWeight
@@ -300,7 +301,8 @@ def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | No
     not pay.
     """
     most = tuned.of(gpu.of(device)).formats[weight.format.name].ticket_rows
-    return workspace.current(device).tickets() if rows <= most else None
+    turns = rows <= most or whole_layers.running()
+    return workspace.current(device).tickets() if turns else None
 
 
 def _prefetch(matrix: Matrix, chosen: Plan, device: Gpu) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear import whole_layers
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemv import RESERVED_BESIDE
 from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, Outline, TiledWeight
@@ -41,17 +42,21 @@ class Choice:
     late: int  # stages of the first filling that are fetched when the inputs are there
 
 
-def ring_for(matrix: Matrix, sets: int, tiles: int, device: Gpu) -> Ring | None:
+def ring_for(
+    matrix: Matrix, sets: int, tiles: int, device: Gpu, *, within: bool = False
+) -> Ring | None:
     numbers = tuned.of(device).formats[matrix.format.name]
     if sets == 1 and tiles > MANY_TILES and numbers.cluster_whole_ring:
         return numbers.cluster_whole_ring
+    if sets == 1 and within and numbers.cluster_layer_ring:
+        return numbers.cluster_layer_ring
     return next((ring for ring in numbers.cluster_rings if ring.sets == sets), None)
 
 
 @functools.cache
-def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
+def choose(matrix: Matrix, rows: int, device: Gpu, *, within: bool = False) -> Choice | None:
     """None where inputs or outputs do not come out even, or are too many for one kernel beside
-    another.
+    another. `within`: whole layers go this way.
     """
     columns = matrix.in_features
     outputs = matrix.out_features
@@ -72,7 +77,7 @@ def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
     sets = math.ceil(rows / 8)
     turns = half // warps
     tiles = math.ceil(outputs / 16 / clusters)
-    ring = ring_for(matrix, sets, tiles, device)
+    ring = ring_for(matrix, sets, tiles, device, within=within)
     # of x that waits in registers until its scale is known
     if ring is None or (quantized and turns > 1):
         return None
@@ -105,12 +110,12 @@ def unsupported_reason(
         (ring.sets for ring in tuned.of(device).formats[form.name].cluster_rings), default=0
     )
     around = norm or weight.interleaved
-    if not fits or not 1 < rows <= most or (around and not has_layers(weight, rows, device)):
+    if not fits or not 1 < rows <= most or (around and not _takes_around(weight, rows)):
         return (
             "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
             "for each; a norm before or act(gate)·up after only 8 of bfloat16 where that pays"
         )
-    if choose(matrix, rows, device) is None:
+    if choose(matrix, rows, device, within=whole_layers.running()) is None:
         return (
             f"{matrix.in_features} inputs and {matrix.out_features} outputs do not fit into whole "
             f"stages of pairs of CTAs"
@@ -118,26 +123,14 @@ def unsupported_reason(
     return None
 
 
-def has_layers(
-    weight: TiledWeight | Outline, rows: int, device: Gpu, *, residual: bool = False
-) -> bool:
-    """Whether all linears of layers with this one go this way. Then norms before and act(gate)·up
-    after are fused (x times the norm's weights may be too large for float16, and is told from CTA
-    to CTA once), and neighbours leave each other room and take turns. `residual`: what is added to
-    is the hidden state, else what comes in.
+def _takes_around(weight: TiledWeight | Outline, rows: int) -> bool:
+    """Whether a norm before and act(gate)·up after are fused, which pays where whole layers go this
+    way: x times the norm's weights may be too large for float16, and is told from CTA to CTA once.
     """
     matrix = weight.matrix
-    numbers = tuned.of(device).formats[matrix.format.name]
-    hidden = matrix.out_features if residual else matrix.in_features
-    return (
-        numbers.cluster_layers
-        and device.has_warpgroups
-        and matrix.group == 128
-        and rows <= 8
-        and weight.dtype == torch.bfloat16
-        and hidden <= 128 * CLUSTER * MOST_WARPS
-        and hidden % (128 * CLUSTER) == 0
-    )
+    one_turn = matrix.in_features <= 128 * CLUSTER * MOST_WARPS
+    bf16 = weight.dtype == torch.bfloat16
+    return whole_layers.running() and matrix.format.grouped and one_turn and rows <= 8 and bf16
 
 
 def multiply(
@@ -155,7 +148,7 @@ def multiply(
     rows = x.shape[0]
     device = gpu.of(x.device)
     reason = unsupported_reason(weight, rows, device, norm=norm is not None)
-    chosen = choose(weight.matrix, rows, device)
+    chosen = choose(weight.matrix, rows, device, within=whole_layers.running())
     if reason or chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not go through few.cu: {reason}"
@@ -182,7 +175,7 @@ def multiply(
         },
     ).kernel("few")
     # elsewhere the kernels around o and down have an SM each, and take no turns
-    lonely = residual is not None and not has_layers(weight, rows, device, residual=True)
+    lonely = residual is not None and not whole_layers.running()
     tickets = None if lonely else workspace.current(x.device).tickets()
     kernel.launch(
         device.processors // CLUSTER * CLUSTER,

@@ -22,6 +22,7 @@ from flyweight.kernels.linear import (
     gemv_splitk,
     prompts,
     tiles,
+    whole_layers,
 )
 from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
 from flyweight.kernels.linear.delta import AdaptedRow
@@ -106,6 +107,18 @@ class TiledLinear(FusedLinear):
         if self.prompts is not None:
             codes = recode(self.weight, self.prompts).clone()
             self.prompts = dataclasses.replace(self.prompts, weights=codes)
+
+    def leaves_room(self, rows: int, *, norm: bool = False, residual: bool = False) -> bool:
+        with whole_layers.run():
+            chosen = self.choose(rows, norm=norm, residual=residual)
+        return self.measured_in_layers and chosen.kernel == "gemv_cluster"
+
+    @property
+    def measured_in_layers(self) -> bool:
+        matrix = self.weight.matrix
+        numbers = tuned.of(gpu.of(self.weight.weights.device)).formats[matrix.format.name]
+        shape = (matrix.out_features, matrix.in_features)
+        return shape in numbers.cluster_layers and matrix.group == 128
 
     def fetch_early(self) -> None:
         self.weight = dataclasses.replace(self.weight, early=True)
