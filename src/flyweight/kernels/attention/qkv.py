@@ -41,7 +41,6 @@ HEAD_DIMS = (64, 128, 256)
 TOGETHER = 4
 # Warps of steps of so many rows with x in registers, where layers leave room
 REGISTER_WARPS = {4: 8, 8: 8}
-AHEAD = 0  # tokens of a run that come to L2 before the inputs are there; 0: as the ring has room
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -251,7 +250,6 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
-        | ({"AHEAD": AHEAD} if AHEAD else {})
         | ({"TOGETHER": 1} if rows_together(shape, chunk, device) > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")

@@ -15,8 +15,8 @@
 // A half of the inputs is what 16 warps have registers for, beside another kernel; of more inputs there are several turns.
 // Limit: bytes of weights where there are many outputs, else latency; taking codes apart needs half as long as the bytes.
 // Measured (docs/kernels.md): 8 rows are faster than with batch.cu, alone and as o and down of a layer. Twice the inputs a warp,
-// other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. Behind itself with a
-// norm it was slower than batch.cu, and W8A8's qkv made steps slower: it has none.
+// other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. With a norm it is faster
+// than batch.cu where all kernels of a layer leave each other room, and slower elsewhere; W8A8's qkv made steps slower: it has none.
 //
 // NORM: x is multiplied with the norm's weights on its way into registers; warps tell both CTAs the squares of their inputs, and
 // sums get the norm's factor at the end.

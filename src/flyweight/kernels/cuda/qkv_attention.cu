@@ -43,7 +43,7 @@
 // like the others, and are waited for only where a result is written.
 //
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), TOGETHER (0),
-// GATED (0), AHEAD (tokens that come to L2 before the wait; those that have room in the ring)
+// GATED (0)
 #ifndef TOGETHER
 #define TOGETHER 0
 #endif
@@ -79,9 +79,6 @@ constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / K
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
-#ifndef AHEAD
-constexpr int AHEAD = LANES * DEPTH * 16;
-#endif
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
@@ -201,7 +198,7 @@ DEVICE void prefetch(const Attention& a, int sequence, int length, int rows, int
   if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
 #pragma unroll 1
-  for (int i = lane; i < min(run.end - run.begin, AHEAD) * KV_LINES; i += 32) {
+  for (int i = lane; i < min(run.end - run.begin, LANES * DEPTH * 16) * KV_LINES; i += 32) {
     const size_t at = token_at(a, sequence, run.begin + i / KV_LINES, head) + i % KV_LINES * (128 / sizeof(Stored));
     prefetch_l2(a.keys + at);
     prefetch_l2(a.values + at);
