@@ -224,6 +224,9 @@ class Repeats:
     def promising(self, request: Request) -> bool:
         return True
 
+    def guesses_unread(self, works) -> bool:
+        return False
+
     def propose(self, requests, most):
         return {request.number: request.tokens[-1:] * most[request.number] for request in requests}
 

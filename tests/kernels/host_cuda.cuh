@@ -124,6 +124,16 @@ DEVICE bool __any_sync(u32, bool v) {
   for (u64 one : found) any |= one;
   return any;
 }
+DEVICE u32 __ballot_sync(u32, bool v) {
+  const u64 mine[1] = {v};
+  u64 found[32];
+  u32 all = 0;
+  share(mine, found);
+  for (int i = 0; i < 32; i++) all |= (u32)found[i] << i;
+  return all;
+}
+DEVICE int __popc(u32 v) { return __builtin_popcount(v); }
+DEVICE int __ffs(u32 v) { return __builtin_ffs((int)v); }
 DEVICE u32 __reduce_max_sync(u32, u32 v) {
   const u64 mine[1] = {v};
   u64 found[32];
@@ -324,6 +334,9 @@ DEVICE void prefetch_l2(const void*) {}
 // ---- between CTAs ----
 DEVICE void store_relaxed(u16* p, u16 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 DEVICE void store_relaxed(float* p, float v) { __atomic_store_n((u32*)p, __float_as_uint(v), __ATOMIC_RELAXED); }
+template <int COUNT> static inline void store_relaxed(float* p, const float (&v)[COUNT]) {
+  for (int i = 0; i < COUNT; i++) store_relaxed(p + i, v[i]);
+}
 DEVICE void store_release(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE int load_acquire(const int* p) {
   give_way();

@@ -8,7 +8,7 @@ from gpu_linears import TOLERANCE, linear_of, make, relative_error, replayed
 
 from flyweight import gpu
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemm_small, gemv, gemv_cluster, tiles
+from flyweight.kernels.linear import gemm_small, gemv, gemv_cluster, tiles, whole_layers
 from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +56,26 @@ def test_5_to_16_rows_with_bias_and_residual(kind, seed, dtype):
             got = run(partial(gemv_cluster.multiply, biased), x[:rows], outputs, residual=residual[:rows])
             ended = want[:rows] + bias.double() + residual[:rows].double()
             assert relative_error(got, ended) < TOLERANCE[dtype], (outputs, columns, rows)
+
+
+@pytest.mark.parametrize(("kind", "shape", "activation"), [
+    ("int4:128", (24576, 4096), "silu"), ("int4:128", (2144, 2560), "silu"), ("int4:128", (2128, 2048), None), ("int8:128", (4096, 4096), "silu")])
+def test_a_norm_before_and_gate_up_after_are_fused(kind, shape, activation, monkeypatch):
+    monkeypatch.setattr(whole_layers, "running", lambda: True)
+    columns = shape[1]
+    tensor = make(kind, shape, 0, torch.bfloat16)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, activation=activation)
+    norm = Norm((1 + 0.1 * torch.randn(columns, device="cuda")).bfloat16(), 1e-6)
+    sizes = torch.arange(1, 9, device="cuda")[:, None]  # rows of other sizes have other norms
+    x = (sizes * torch.randn(8, columns, device="cuda")).bfloat16()
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    want = tensor.matmul_reference(normed * norm.weight.double())
+    if activation:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    for rows in range(3, 9):
+        got = run(partial(gemv_cluster.multiply, weight), x[:rows], want.shape[1], norm=norm)
+        assert relative_error(got, want[:rows]) < 2 * TOLERANCE[torch.bfloat16], rows
 
 
 @pytest.mark.parametrize(("kind", "shape", "kernel"), [

@@ -9,8 +9,9 @@ from test_kernels_on_the_host import error, host, linear_of, make  # noqa: F401 
 
 from flyweight.gpu import GPUS
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemm_small, gemv_cluster, tiles
+from flyweight.kernels.linear import gemm_small, gemv_cluster, tiles, whole_layers
 from flyweight.kernels.linear.format import FORMATS
+from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiles import Matrix
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -51,6 +52,24 @@ def test_bias_and_residual_are_fused(dtype, rows):
     assert linear.choose(6).kernel == "gemv_cluster"
     assert error(multiply(linear.weight, x, residual=residual), want) < 4e-3
     assert error(linear.multiply(x, residual=residual, kernel="gemv_cluster"), want) < 4e-3
+
+
+@pytest.mark.parametrize(("kind", "rows", "activation"), [("int4:128", 8, "silu"), ("int4:128:symmetric", 5, None), ("int8:128", 7, "silu")])
+def test_a_norm_before_and_gate_up_after_are_fused(kind, rows, activation, monkeypatch):
+    monkeypatch.setattr(whole_layers, "running", lambda: True)
+    tensor, bias = make(kind, (112, 2048), 1), torch.randn(112).bfloat16()
+    x = (torch.arange(1, rows + 1)[:, None] * torch.randn(rows, 2048)).bfloat16()
+    norm = Norm((1 + 0.1 * torch.randn(2048)).bfloat16(), 1e-6)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=activation)
+    out = torch.full((rows + 1, weight.width), float("nan")).bfloat16()
+    gemv_cluster.multiply(weight, x, out[:-1], norm=norm)
+    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    want = tensor.matmul_reference(normed) + bias.double()
+    if activation:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    assert error(out[:-1], want) < 6e-3
+    assert out[-1].isnan().all(), "nothing is written beyond the rows"
 
 
 @pytest.mark.parametrize("kind", ["int4:128", "int8:128"])

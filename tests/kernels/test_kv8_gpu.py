@@ -155,22 +155,33 @@ def test_chunks_and_decoding_rows_read_pages_of_codes(format):
 
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=lambda one: one.name)
-@pytest.mark.parametrize("rows", [1, 8])
-def test_qkv_with_attention_over_codes_is_as_both_apart(rows, format):
+@pytest.mark.parametrize(
+    "before",
+    [[0], [0] * 8, [0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 2, 3, 0]],
+    ids=["one", "eight", "four of one", "eight of one", "of four"],
+)
+def test_qkv_with_attention_over_codes_is_as_both_apart(before, format, monkeypatch):
     from gpu_linears import linear_of, make
 
     from flyweight import gpu
+    from flyweight.kernels.attention import qkv as fused
     from flyweight.kernels.attention.qkv import mailbox_cycle, qkv_attention, unsupported_reason
     from flyweight.kernels.linear import gemv
 
+    monkeypatch.setattr(fused, "TOGETHER", 99)
+    rows = len(before)
     shape = replace(SHAPE, eight_bits=True)
     torch.manual_seed(0)
     lengths = [5000, 17, 64, 300, 1, 2, 500, 33][:rows]
+    for row, back in enumerate(before):
+        lengths[row] = lengths[row - 1] + 1 if back else lengths[row]
     linear = linear_of(
         make("int4:128", (shape.width, 512), 2, torch.bfloat16), dtype=torch.bfloat16
     )
     assert unsupported_reason(linear, shape, rows, gpu.of(DEVICE)) is None
     cache, tables = filled(shape, lengths, format, torch.bfloat16)
+    for row, back in enumerate(before):
+        tables[row] = tables[row - back]
     apart = KVStorage(
         cache.keys.clone(),
         cache.values.clone(),
@@ -183,6 +194,7 @@ def test_qkv_with_attention_over_codes_is_as_both_apart(rows, format):
         rope_pairs(angles.cos(), angles.sin()),
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         tables,
+        torch.tensor(before, dtype=torch.int32, device=DEVICE) if any(before) else None,
     )
     x = torch.randn(rows, 512, device=DEVICE).bfloat16()
     norm = Norm(torch.rand(512, device=DEVICE).bfloat16() + 0.5, 1e-6)
@@ -191,7 +203,7 @@ def test_qkv_with_attention_over_codes_is_as_both_apart(rows, format):
     want, got = torch.full((2, rows, width), float("nan"), device=DEVICE).bfloat16()
     workspace = Workspace.make(shape, rows, DEVICE)
     decode_attention(qkv, want, apart, places, layer=layer, workspace=workspace)
-    boxes = mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=DEVICE)
+    boxes = mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=DEVICE, chunk=rows)
     qkv_attention(linear, x, got, cache, places, layer=layer, norm=norm, mailboxes=tuple(boxes))
     for row in range(rows):
         assert error(got[row], want[row]) < 8e-3, row

@@ -18,7 +18,7 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear import gemv, whole_layers
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kv_format import FP8, INT8
@@ -183,14 +183,18 @@ TWELVE = dict(heads=12, kv_heads=1)  # more query heads to a kv head than a prod
 )
 def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one sequence."""
+    compare_with_apart(format, changes, lengths, before)
+
+
+def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True):
     shape = replace(SHAPE, eight_bits=format is not None, **changes)
     head_dim = shape.head_dim
     torch.manual_seed(0)
     rows = len(lengths)
-    tensor = IntGroup.random((shape.width, 128), 1, dtype=torch.bfloat16, bits=4, group_size=128)
+    tensor = IntGroup.random((shape.width, inputs), 1, dtype=torch.bfloat16, bits=4, group_size=128)
     linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
     assert qkv.unsupported_reason(linear, shape, rows, host_cuda.HOST) is None
-    tables = torch.randperm(rows * 5).view(rows, 5).int()
+    tables = torch.randperm(rows * 6).view(rows, 6).int()
     known = list(lengths)
     for row, back in enumerate(before or ()):
         if back:
@@ -207,24 +211,87 @@ def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     weights = [torch.rand(head_dim).bfloat16() + 0.5 for _ in range(2)]
     sinks = torch.randn(shape.heads).bfloat16() + 2 if shape.sinks else None
     layer = AttentionLayer(shape, head_dim**-0.5, HeadNorms(*weights, 1e-6), sinks)
-    x = torch.randn(rows, 128).bfloat16()
-    norm = Norm(torch.rand(128).bfloat16() + 0.5, 1e-6)
+    x = torch.randn(rows, inputs).bfloat16()
+    norm = Norm(torch.rand(inputs).bfloat16() + 0.5, 1e-6)
     want, got = torch.full((2, rows, shape.heads * head_dim), float("nan")).bfloat16()
     apart = gemv.multiply(linear.weight, x, norm=norm)
     workspace = Workspace.make(shape, rows, CPU, 2)
     decode_attention(apart, want, caches[0], places, layer=layer, workspace=workspace)
-    boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU)
+    boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU, chunk=rows)
     qkv.qkv_attention(linear, x, got, caches[1], places, layer=layer, norm=norm, mailboxes=boxes)
     for row in range(rows):
         if lengths[row]:
             assert error(got[row], want[row]) < 8e-3, row
         else:
             assert got[row].isnan().all(), "padding is left alone"
+    if not exact:  # x is rounded otherwise
+        return
     assert same_bits(caches[0].values, caches[1].values)
     if format is not None:
         assert same_bits(caches[0].eight.scales[1], caches[1].eight.scales[1])
         keys = [one.eight.scales[0].double() for one in caches]
         torch.testing.assert_close(*keys, rtol=0.01, atol=0, equal_nan=True)
+
+
+SMALL = dict(heads=6, kv_heads=2, head_dim=64, rotary=64)  # three columns a row
+
+
+@pytest.mark.parametrize(
+    ("format", "changes", "lengths", "before"),
+    [
+        (None, dict(head_dim=128, rotary=128), [50, 51], [0, 1]),
+        (None, {}, [34, 35, 36, 37], [0, 1, 2, 3]),
+        (INT8, {}, [47, 48, 49, 7], [0, 1, 2, 0]),  # new tokens on both sides of a border of runs
+        (FP8, dict(head_dim=128, rotary=128), [1, 2, 3, 4], [0, 1, 2, 3]),
+        (None, SMALL, [31, 32, 33, 50, 51, 52, 53, 0], [0, 1, 2, 0, 1, 2, 3, 0]),
+        (None, SMALL, [5, 9, 17, 33, 40, 3, 50, 1], [0] * 8),
+        (INT8, SMALL, [43, 44, 45, 46, 47, 48, 49, 50], [0, 1, 2, 3, 4, 5, 6, 7]),
+        (None, dict(sinks=True, window=64), [78, 79, 80, 81], [0, 1, 2, 3]),
+        (None, SMALL | dict(window=64), [30, 31, 63, 64, 65, 66, 67, 0], [0, 1, 0, 1, 2, 3, 4, 0]),
+        (None, dict(soft_cap=2.0), [50, 51, 20, 0], [0, 1, 0, 0]),
+    ],
+)
+def test_rows_of_a_sequence_together_are_as_both_apart(
+    format, changes, lengths, before, monkeypatch
+):
+    """Whatever the sequences of a step are: one, several, padding behind them."""
+    monkeypatch.setattr(qkv, "TOGETHER", 99)
+    loaded = note_kernels(monkeypatch)
+    compare_with_apart(format, changes, lengths, before)
+    assert loaded[-1]["TOGETHER"] == 1
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("format", "changes", "lengths", "before"),
+    [
+        (None, {}, [34, 35, 36, 37], [0, 1, 2, 3]),
+        (INT8, SMALL, [43, 44, 45, 46, 47, 48, 49, 50], [0, 1, 2, 3, 4, 5, 6, 7]),
+        (None, SMALL, [5, 9, 17, 33, 40, 3, 50, 1], [0] * 8),
+    ],
+)
+def test_rows_whose_x_stays_in_registers_leave_room(
+    format, changes, lengths, before, together, monkeypatch
+):
+    monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
+    monkeypatch.setattr(qkv, "REGISTER_WARPS", {4: 8, 8: 8})
+    monkeypatch.setattr(whole_layers, "running", lambda: True)
+    loaded = note_kernels(monkeypatch)
+    compare_with_apart(format, changes, lengths, before, inputs=1024, exact=False)
+    assert loaded[-1]["IN_REGISTERS"] == loaded[-1]["BESIDE"] == 1
+
+
+def note_kernels(monkeypatch):
+    """The defines of the kernels that are loaded from here on."""
+    loaded = []
+    load = qkv.jit.load
+
+    def noted(file, *, defines, **options):
+        loaded.append(defines)
+        return load(file, defines=defines, **options)
+
+    monkeypatch.setattr(qkv.jit, "load", noted)
+    return loaded
 
 
 def filled(shape, lengths, tables, format):

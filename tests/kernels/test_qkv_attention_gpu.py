@@ -9,6 +9,7 @@ from gpu_linears import linear_of, make
 from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.kernels import jit
+from flyweight.kernels.attention import qkv
 from flyweight.kernels.attention.decode import (
     AttentionLayer,
     HeadNorms,
@@ -45,6 +46,7 @@ class Layer:
     dtype: torch.dtype = torch.bfloat16
     hidden: int = 512
     bias: bool = False
+    before: list[int] | None = None  # of each row: how many rows before are of its sequence
 
     def __post_init__(self):
         shape, dtype = self.shape, self.dtype
@@ -65,7 +67,10 @@ class Layer:
         self.pages = torch.randperm(self.rows * pages, device=DEVICE).view(self.rows, pages).int()
         self.cache = KVStorage(*(torch.randn(self.rows * pages, shape.page, shape.kv_heads, size, device=DEVICE).to(dtype)
                                  for _ in range(2)))
-        self.boxes = mailbox_cycle(shape, self.rows, 2, dtype=dtype, device=DEVICE)
+        for row, back in enumerate(self.before or ()):
+            self.pages[row] = self.pages[row - back]
+        chunk = 1 if self.before is None else self.rows
+        self.boxes = mailbox_cycle(shape, self.rows, 2, dtype=dtype, device=DEVICE, chunk=chunk)
         self.out = torch.empty(self.rows, shape.heads * size, device=DEVICE, dtype=dtype)
 
     @property
@@ -73,7 +78,8 @@ class Layer:
         return AttentionLayer(self.shape, self.shape.head_dim**-0.5, HeadNorms(*self.norms or (), epsilon=EPSILON), self.sinks)
 
     def row_tables(self, lengths):
-        return Rows(self.rope, lengths, self.pages)
+        before = None if self.before is None else torch.tensor(self.before, dtype=torch.int32, device=DEVICE)
+        return Rows(self.rope, lengths, self.pages, before)
 
     @property
     def first_norm(self):
@@ -104,6 +110,10 @@ class Layer:
         results = []
         for row, length in enumerate(lengths.tolist()):
             results.append(None if length == 0 else self.reference_row(qkv[row], row, length))
+            if self.before is not None and length:  # the rows behind it see its token
+                slot = self.slots(row, torch.tensor(length - 1, device=DEVICE))
+                for store, new in zip((self.cache.keys, self.cache.values), results[-1][1:], strict=True):
+                    store.flatten(0, 1)[slot] = new.to(self.dtype)
         return results
 
     def reference_row(self, qkv, row, length):
@@ -137,6 +147,11 @@ class Layer:
         lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         x = torch.randn(self.rows, self.hidden, device=DEVICE).to(self.dtype)
         want = self.reference(x, lengths)
+        if self.before is not None:  # new tokens are read from nowhere
+            for row, length in enumerate(lengths.tolist()):
+                for store in (self.cache.keys, self.cache.values):
+                    if length:
+                        store.flatten(0, 1)[self.slots(row, torch.tensor(length - 1, device=DEVICE))] = float("nan")
         before = [store.clone() for store in (self.cache.keys, self.cache.values)]
         got = (fused or self.fused)(x, lengths)
         for row, length in enumerate(lengths.tolist()):
@@ -155,7 +170,8 @@ class Layer:
                 assert (result.double() - expected).norm() / expected.norm() < bound
             for store, old in zip(stores, before, strict=True):
                 old.flatten(0, 1)[slot] = store[slot]
-        assert torch.equal(self.cache.keys, before[0]) and torch.equal(self.cache.values, before[1])
+        for store, old in zip((self.cache.keys, self.cache.values), before, strict=True):
+            assert torch.equal(store.view(torch.int16), old.view(torch.int16))
         assert (self.boxes[0].qkv.view(torch.int16) == -1).all() and (self.boxes[0].states.view(torch.int32) == -1).all()
 
 
@@ -175,6 +191,44 @@ def test_eight_sequences_whose_inputs_stay_in_registers(kind, dtype):
     assert linear_plan(layer.linear.weight, SHAPE, 8, gpu.of(DEVICE)).in_registers
     for lengths in ([1, 2, 15, 16, 17, 63, 64, 65], [600, 0, 1, 300, 64, 0, 129, 650]):
         layer.check(lengths)
+
+
+# Lengths of the first row of each sequence and how many rows it has: alone, beside others, before padding.
+GUESSES = {
+    2: [[(700, 2)], [(1, 2)], [(33, 1), (64, 1)]],
+    4: [[(1021, 4)], [(30, 4)], [(1, 4)], [(4097, 3), (65, 1)], [(500, 2), (15, 2)], [(255, 1), (0, 3)], [(129, 2), (0, 2)]],
+    8: [[(1017, 8)], [(1, 8)], [(2040, 7), (0, 1)], [(58, 4), (63, 4)], [(4090, 5), (17, 2), (0, 1)], [(n, 1) for n in range(60, 68)],
+        [(300, 3), (1, 1), (640, 4)]],
+}
+
+
+def rows_of_guesses(kind, rows, spans, shape, **options):
+    lengths = [length + i if length else 0 for length, count in spans for i in range(count)]
+    before = [i if length else 0 for length, count in spans for i in range(count)]
+    layer = Layer(kind, shape, rows=rows, context=4200, before=before, **options)
+    for _ in range(2):
+        layer.check(lengths)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@pytest.mark.parametrize("rows", list(GUESSES))
+@pytest.mark.parametrize(("kind", "hidden"), [("int4:128", 4096), ("int4:128", 512), ("w8a8", 1024), ("plain", 512)])
+def test_rows_of_a_sequence_see_what_is_before_them(kind, hidden, rows, together, monkeypatch):
+    monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
+    for spans in GUESSES[rows]:
+        rows_of_guesses(kind, rows, spans, SHAPE, hidden=hidden)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(heads=9, kv_heads=3, head_dim=64, rotary=64, qk_norm=False), dict(heads=28, kv_heads=4, qk_norm=False),
+    dict(heads=8, kv_heads=8, rotary=64), dict(heads=14, kv_heads=2, head_dim=64, rotary=64, page=8), dict(window=64), dict(window=1000),
+    dict(heads=64, head_dim=64, rotary=64, window=128, sinks=True, qk_norm=False), dict(soft_cap=2.0),
+], ids=str)
+@pytest.mark.parametrize("rows", [4, 8])
+def test_rows_of_a_sequence_together_have_windows_and_other_heads(rows, changes, monkeypatch):
+    monkeypatch.setattr(qkv, "TOGETHER", 99)
+    for spans in GUESSES[rows][:5]:
+        rows_of_guesses("int4:128", rows, spans, replace(SHAPE, **changes))
 
 
 @pytest.mark.parametrize("changes", [

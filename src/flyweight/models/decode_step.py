@@ -28,11 +28,18 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.attention.qkv import Mailbox, chunk_of, mailbox_cycle, qkv_attention
+from flyweight.kernels.attention.qkv import (
+    Mailbox,
+    chunk_of,
+    leaves_room,
+    mailbox_cycle,
+    qkv_attention,
+)
 from flyweight.kernels.attention.qkv import unsupported_reason as separate_reason
 from flyweight.kernels.gated_delta import decode as states
 from flyweight.kernels.gated_delta.decode import DeltaRows
 from flyweight.kernels.gated_delta.shape import DeltaWeights
+from flyweight.kernels.linear import whole_layers
 from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
 from flyweight.models import latent_step
 from flyweight.models.attention import normed_projections
@@ -40,6 +47,7 @@ from flyweight.models.buffers import Buffers, StepRows
 from flyweight.models.decoder import Decoder
 from flyweight.models.latent_step import LatentDecode
 from flyweight.models.layer import Block
+from flyweight.models.mlp import GatedMlp
 from flyweight.models.rope import RopeTables
 from flyweight.models.standard import plan_of
 
@@ -132,7 +140,12 @@ class DecodeAttention:
         self.workspace = Workspace.make(first, self.size, device)
         if self.separate is None:
             self.mailboxes = mailbox_cycle(
-                first, self.size, len(attending), dtype=buffers.dtype, device=device
+                first,
+                self.size,
+                len(attending),
+                dtype=buffers.dtype,
+                device=device,
+                chunk=self.chunk,
             )
 
     def _separate_reason(self, blocks: Sequence[Block], device: gpu.Gpu) -> str | None:
@@ -154,6 +167,21 @@ class DecodeAttention:
             for block in blocks
         )
         return next((reason for reason in reasons if reason), None)
+
+    def layers_leave_room(self, blocks: Sequence[Block]) -> bool:
+        """Whether, of each layer, all kernels leave room for another (whole_layers.py)."""
+        if self.separate is not None or self.adapters is not None or self.size < 2:
+            return False
+        device, size = gpu.of(self.buffers.device), self.size
+        return all(
+            isinstance(block.mlp, GatedMlp)
+            and block.delta is None
+            and leaves_room(block.qkv.fused, self.layers[id(block)].shape, size, device, self.chunk)
+            and block.o.fused.leaves_room(size, residual=True)
+            and block.mlp.gate_up.fused.leaves_room(size, norm=True)
+            and block.mlp.down.fused.leaves_room(size, residual=True)
+            for block in blocks
+        )
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
         cache = self.caches[block.index]
@@ -255,6 +283,8 @@ class DecodeStep:
                 buffers=buffers,
                 separate=separate,
             )
+        stage = self.stage
+        self.roomy = isinstance(stage, DecodeAttention) and stage.layers_leave_room(decoder.blocks)
         self.hidden = buffers.take("hidden", decoder.config.hidden_size, self.size)
         self.padded_logits = buffers.take("logits", sum(decoder.head.sizes), self.size)
         self.logits = self.padded_logits[:, : decoder.config.vocab_size]
@@ -276,7 +306,8 @@ class DecodeStep:
             for block in decoder.in_turn():
                 if taps is not None:
                     taps.take(block.index, self.hidden)
-                block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
+                with whole_layers.run(self.roomy):
+                    block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
             if taps is not None:
                 taps.take(len(decoder.blocks), self.hidden)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)

@@ -27,7 +27,7 @@ from flyweight.kernels.attention.decode import (
     eight_bit_arguments,
     eight_bit_defines,
 )
-from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear import gemv, whole_layers
 from flyweight.kernels.linear.choose import route, within_attention
 from flyweight.kernels.linear.fused import FusedLinear, Norm
 from flyweight.kernels.linear.gemv import Plan
@@ -36,6 +36,12 @@ from flyweight.kernels.linear.tiles import TiledWeight
 
 SHORTEST = 32  # tokens worth a CTA of their own
 HEAD_DIMS = (64, 128, 256)
+# Where a row alone would have up to so many runs, a CTA takes several rows of a sequence at once
+# (TOGETHER of qkv_attention.cu); more runs are short enough, and cost more to hand over
+TOGETHER = 4
+# Warps of steps of so many rows with x in registers, where layers leave room
+REGISTER_WARPS = {4: 8, 8: 8}
+SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,18 @@ class Mailbox:
 
     @classmethod
     def make(
-        cls, shape: HeadShape, rows: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        shape: HeadShape,
+        rows: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        chunk: int = 1,
     ) -> Mailbox:
+        """`chunk`: rows that may be of one sequence."""
         ctas = shape.kv_heads * head_ctas(shape, gpu.of(device))
-        states = ctas * shape.item_heads * (shape.head_dim + 4)
+        queries = rows_together(shape, chunk, gpu.of(device)) * shape.item_heads
+        states = ctas * queries * (shape.head_dim + 4)
         return cls(
             torch.full((rows, shape.width), -1, dtype=torch.int16, device=device).view(dtype),
             torch.full((states,), -1, dtype=torch.int32, device=device).view(torch.float32),
@@ -58,12 +72,21 @@ class Mailbox:
 
 
 def mailbox_cycle(
-    shape: HeadShape, rows: int, layers: int, *, dtype: torch.dtype, device: torch.device
+    shape: HeadShape,
+    rows: int,
+    layers: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunk: int = 1,
 ) -> list[Mailbox]:
     """One for each of at least two layers; neighbours differ, the last and the first too. Two, or
-    three for an odd count.
+    three for an odd count. `chunk`: rows that may be of one sequence.
     """
-    boxes = [Mailbox.make(shape, rows, dtype=dtype, device=device) for _ in range(2 + layers % 2)]
+    boxes = [
+        Mailbox.make(shape, rows, dtype=dtype, device=device, chunk=chunk)
+        for _ in range(2 + layers % 2)
+    ]
     return [
         boxes[2 if layers % 2 and layer == layers - 1 else layer % 2] for layer in range(layers)
     ]
@@ -92,9 +115,23 @@ def chunk_of(rows: int, *, shared: bool) -> int:
     return min(rows, CHUNK) if shared else 1
 
 
-def chunk_bytes(shape: HeadShape, chunk: int) -> int:
-    """Of the keys and values of new tokens in shared memory, beyond those of one."""
-    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0)
+def chunk_bytes(shape: HeadShape, chunk: int, device: Gpu) -> int:
+    """Of the keys and values of new tokens in shared memory, and of queries, beyond those of one
+    row.
+    """
+    query = 2 * shape.head_dim + (64 if shape.eight_bits else 16)
+    queries = (rows_together(shape, chunk, device) - 1) * shape.item_heads * query
+    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0) + queries
+
+
+def rows_together(shape: HeadShape, chunk: int, device: Gpu) -> int:
+    """Rows of a sequence that a CTA takes at once: as many as have room for their query heads in
+    the columns of a product. `chunk`: rows that may be of one sequence.
+    """
+    runs = head_ctas(shape, device) // shape.items_of_kv_head // chunk
+    if runs > TOGETHER or shape.gated or 0 < (shape.window or 0) < SHORTEST_WINDOW:
+        return 1
+    return min(chunk, COLUMNS // shape.item_heads)
 
 
 def linear_plan(
@@ -107,10 +144,32 @@ def linear_plan(
         own += shape.item_heads * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
+    beside = whole_layers.running()
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
     return gemv.fitting_plan(
-        weight.matrix, rows, device, tiles=tiles, more=own, alone=alone, all_warps=True
+        weight.matrix,
+        rows,
+        device,
+        tiles=tiles,
+        more=own,
+        alone=alone and not beside,
+        all_warps=True,
+        registers_beside=REGISTER_WARPS.get(rows, 0) if beside else 0,
     )
+
+
+def leaves_room(
+    linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu, chunk: int = 1
+) -> bool:
+    """Whether x of these rows is in registers and another kernel fits beside on the SM, in a step
+    all of whose layers leave room.
+    """
+    if not isinstance(linear, TiledLinear) or not linear.measured_in_layers:
+        return False
+    more = chunk_bytes(shape, chunk, device)
+    with whole_layers.run():
+        found = linear_plan(linear.weight, shape, rows, device, more)
+    return found is not None and found.beside
 
 
 def unsupported_reason(
@@ -145,7 +204,7 @@ def unsupported_reason(
             f"rope turns {shape.rotary} of {shape.head_dim} dimensions, no multiple of "
             f"{shape.head_dim // 16}"
         )
-    if linear_plan(weight, shape, rows, device, chunk_bytes(shape, chunk)) is None:
+    if linear_plan(weight, shape, rows, device, chunk_bytes(shape, chunk, device)) is None:
         return (
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory beside "
             f"attention"
@@ -178,7 +237,7 @@ def qkv_attention(
     tiles = most_tiles(shape, device)
     adapted = rows.adapted
     chunk = chunk_of(count, shared=rows.before is not None)
-    more = chunk_bytes(shape, chunk) + (adapted.shared_bytes(tiles) if adapted else 0)
+    more = chunk_bytes(shape, chunk, device) + (adapted.shared_bytes(tiles) if adapted else 0)
     chosen = linear_plan(weight, shape, count, device, more)
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
     x, arranged = linear.arranged(x, norm)
@@ -191,6 +250,7 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
+        | ({"TOGETHER": 1} if rows_together(shape, chunk, device) > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes

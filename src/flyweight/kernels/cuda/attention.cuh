@@ -23,12 +23,13 @@ constexpr int SHARING = HEADS / KV_HEADS;             // query heads that share 
 constexpr int G = (SHARING + ITEMS - 1) / ITEMS;      // and those of them that a CTA takes
 
 // The tokens [begin, end) of one split. Runs come from the length on the device (a captured grid is fixed): as many as there
-// are splits, but none shorter than SHORTEST, so that the first `used` splits have work.
+// are splits, but none shorter than SHORTEST, so that the first `used` splits have work. `rows`: new tokens whose windows are read.
 struct Run {
   int begin, end, used;
 };
-DEVICE Run run_of(int length, int split, int splits) {
-  const int oldest = WINDOW ? max(0, length - WINDOW) : 0;
+DEVICE int oldest_of(int length, int rows) { return WINDOW ? max(0, length - (rows - 1) - WINDOW) : 0; }
+DEVICE Run run_of(int length, int split, int splits, int rows = 1) {
+  const int oldest = oldest_of(length, rows);
   const int each = max(SHORTEST, ((length - oldest + splits - 1) / splits + 15) / 16 * 16);
   const int begin = oldest + split * each;
   return {begin, min(begin + each, length), max((length - oldest + each - 1) / each, 1)};

@@ -347,6 +347,10 @@ DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];"
 // NaN that no conversion and no arithmetic makes; whoever waits for it reads it until it is something else. ----
 DEVICE void store_relaxed(u16* p, u16 v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
 DEVICE void store_relaxed(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
+DEVICE void store_relaxed(float* p, const float (&v)[1]) { store_relaxed(p, v[0]); }
+DEVICE void store_relaxed(float* p, const float (&v)[4]) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEVICE int load_acquire(const int* p) {
   int v;

@@ -15,11 +15,17 @@
 // A half of the inputs is what 16 warps have registers for, beside another kernel; of more inputs there are several turns.
 // Limit: bytes of weights where there are many outputs, else latency; taking codes apart needs half as long as the bytes.
 // Measured (docs/kernels.md): 8 rows are faster than with batch.cu, alone and as o and down of a layer. Twice the inputs a warp,
-// other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. Behind itself with a
-// norm it was slower than batch.cu, and W8A8's qkv made steps slower: it has none.
+// other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. With a norm it is faster
+// than batch.cu where all kernels of a layer leave each other room, and slower elsewhere; W8A8's qkv made steps slower: it has none.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, EPILOGUE, BIAS, SETS (of 8 rows), WARPS, TEAM, ROUND, STAGES, HELD, SHARED_BYTES
+// NORM: x is multiplied with the norm's weights on its way into registers; warps tell both CTAs the squares of their inputs, and
+// sums get the norm's factor at the end.
+//
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, NORM (0), EPILOGUE, BIAS, SETS (of 8 rows), WARPS, TEAM, ROUND, STAGES, HELD, SHARED_BYTES
 #define CLUSTER 2
+#ifndef NORM
+#define NORM 0
+#endif
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -42,9 +48,12 @@ typedef float4 sum4;
 constexpr int GROUPS = KDIM / 128, HALF = GROUPS / CLUSTER, TURNS = HALF / WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
+constexpr int NORMS = NORM ? 4 : 1;  // 16 bytes of the norm's weights, in a lane
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
 constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + (QUANTIZED ? 0 : TEAM * 64);
-static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE && !GATE_UP, "what this is for");
+constexpr bool TELLS = QUANTIZED || NORM;  // warps tell both CTAs something of every row
+static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE, "what this is for");
+static_assert(!(NORM || GATE_UP) || (!QUANTIZED && SETS == 1 && TURNS == 1 && !(NORM && FP16)), "one set and one turn; x times the norm's weights is no float16");
 static_assert(KDIM % (CLUSTER * 128) == 0 && NDIM % 16 == 0, "whole groups and tiles");
 static_assert(WARPS % TEAM == 0 && HALF % WARPS == 0, "stages are whole");
 static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums fit where weights were; a barrier for each stage");
@@ -54,8 +63,8 @@ struct __align__(128) Shared {
   uint4 x[WARPS][MOVED ? MOVED * 4 * 32 : 1];       // a lane's own, converted
   sum4 totals[TURNS > 1 ? ROUND : 1][SETS][32];     // of the turns so far
   sum4 own[SETS][32], exchange[OWNED][SETS][32];    // our sums of a tile of ours, the other CTA's of all of them
-  float4 largest[QUANTIZED ? CLUSTER * WARPS : 1][2];       // of a warp's inputs of each row
-  u64 full[STAGES], empty[STAGES], exchanged[OWNED], known;  // known: all of `largest`
+  float4 told[TELLS ? CLUSTER * WARPS : 1][2];              // of a warp's inputs of each row: the largest, or the sum of squares
+  u64 full[STAGES], empty[STAGES], exchanged[OWNED], known;  // known: all of `told`
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
@@ -91,6 +100,19 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
   wait_for_inputs();
 }
 
+// What the four lanes of a row have found goes to both CTAs; `unit`: which 128 inputs it is about. The other CTA must be there.
+DEVICE void tell(Shared& sh, float found, int unit, int lane) {
+  u32 four[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) four[i] = __float_as_uint(__shfl_sync(~0u, found, lane / 16 * 16 + i * 4));
+  if (lane % 16 < CLUSTER)  // of four rows, to each CTA by a lane
+    send_in_cluster(&sh.told[unit][lane / 16], &sh.known, lane % 16, make_uint4(four[0], four[1], four[2], four[3]));
+}
+DEVICE float sum_of_four(float sum) {  // lanes
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
 #if FORMAT == W8A8
 static_assert(TURNS == 1 && SETS == 1 && !STATIC, "x waits in registers until its scale is known");
 // 128 inputs of x: codes of 32 at a time.
@@ -104,10 +126,10 @@ DEVICE float largest_of_four(float most) {  // lanes
 DEVICE float largest_of(const Shared& sh, int row, int lane) {  // by all warps
   float most = 0;
 #pragma unroll
-  for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = largest(most, ((const float*)sh.largest[i])[row]);
+  for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = largest(most, ((const float*)sh.told[i])[row]);
   return largest_of_four(most);
 }
-DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int rows, int, int lane) {
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&)[NORMS], int unit, int rows, int, int lane) {
   const int row = lane / 4;
   uint4 x[4] = {};
   float most = 0;
@@ -123,12 +145,7 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int r
 #pragma unroll
     for (int j = 0; j < 8; j++) most = largest(most, fabsf(v[j]));
   }
-  most = largest_of_four(most);
-  u32 four[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) four[i] = __float_as_uint(__shfl_sync(~0u, most, lane / 16 * 16 + i * 4));
-  if (lane % 16 < CLUSTER)  // of four rows, to each CTA by a lane
-    send_in_cluster(&sh.largest[unit][lane / 16], &sh.known, lane % 16, make_uint4(four[0], four[1], four[2], four[3]));
+  tell(sh, largest_of_four(most), unit, lane);
   barrier_wait(&sh.known, 0);
   most = largest_of(sh, row, lane);
 #pragma unroll
@@ -154,14 +171,28 @@ struct Inputs {
   u32 x[8][2];
   float sum[SETS][2];
 };
-DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int rows, int warp, int lane) {
+// Eight inputs times the norm's weights.
+DEVICE uint4 weighed(uint4 x, uint4 weight, float& squares) {
+  u32 of[4] = {x.x, x.y, x.z, x.w};
+  const u32 by[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float low = low_float(of[i]), high = high_float(of[i]);
+    squares += low * low + high * high;
+    of[i] = pack2(low * low_float(by[i]), high * high_float(by[i]));
+  }
+  return make_uint4(of[0], of[1], of[2], of[3]);
+}
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&norm)[NORMS], int unit, int rows, int warp, int lane) {
   uint4* moved = sh.x[warp];
   u32 all[SETS][8][2];
+  float squares = 0;
 #pragma unroll
   for (int i = 0; i < SETS * 4; i++) {
     const int row = i / 4 * 8 + lane / 4;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < rows) x = ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i % 4 * 4 + lane % 4];
+    if (NORM) x = weighed(x, norm[i % NORMS], squares);
     u32(&to)[8][2] = all[i / 4];
     to[i % 4 * 2][0] = x.x, to[i % 4 * 2][1] = x.y, to[i % 4 * 2 + 1][0] = x.z, to[i % 4 * 2 + 1][1] = x.w;
   }
@@ -183,6 +214,11 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int r
       const u32(&first)[2] = all[set][i / 2 * 4 + i % 2], (&second)[2] = all[set][i / 2 * 4 + 2 + i % 2];
       moved[((set - 1) * 4 + i) * 32 + lane] = make_uint4(first[0], first[1], second[0], second[1]);
     }
+  }
+  if (NORM) {
+    __syncwarp();
+    cluster_wait();  // the other CTA is there
+    tell(sh, sum_of_four(squares), unit, lane);
   }
 }
 
@@ -234,11 +270,14 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
   const int member = warp % TEAM;
   int slot = warp / TEAM;
   u32 parity = 0;
+  uint4 norm[NORMS];
+#pragma unroll
+  for (int i = 0; i < (NORM ? NORMS : 0); i++) norm[i] = ((const uint4*)a.norm)[(part.rank * HALF + warp) * 16 + i * 4 + lane % 4];
   wait_for_inputs();
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
     Inputs in;
-    load_inputs(in, sh, a, part.rank * HALF + turn * WARPS + warp, rows, warp, lane);
+    load_inputs(in, sh, a, norm, part.rank * HALF + turn * WARPS + warp, rows, warp, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];
@@ -259,9 +298,10 @@ struct End {
 };
 DEVICE Output output_of(const End& end, const Part& part, int rows, int i, int lane) {
   Output o;
-  o.row = lane / 4 + i % 4 / 2 * 8, o.token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-  o.index = o.token * NDIM + (part.first_tile + end.tile) * 16 + o.row, o.mine = o.token < rows;
-  o.residual = end.residual[i], o.bias[0] = end.bias[i % 4 / 2], o.scale[0] = end.scale[i % 4 / 2];
+  o.row = lane / 4 + (GATE_UP ? 0 : i % 4 / 2 * 8), o.token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+  o.index = o.token * WIDTH + (part.first_tile + end.tile) * OUTPUTS + o.row, o.mine = o.token < rows;
+  o.residual = end.residual[i], o.bias[0] = end.bias[GATE_UP ? 0 : i % 4 / 2], o.scale[0] = end.scale[i % 4 / 2];
+  if (GATE_UP) o.bias[1] = end.bias[1];
   return o;
 }
 DEVICE void begin_end(End& end, const Linear& a, const Part& part, int rows, int lane) {
@@ -269,8 +309,10 @@ DEVICE void begin_end(End& end, const Linear& a, const Part& part, int rows, int
   for (int i = 0; i < SETS * 4; i++) {
     end.residual[i] = 0;
     Output o = output_of(end, part, rows, i, lane);
+    if (GATE_UP && i % 4 / 2) continue;
     if (o.mine) fetch_ends(o, a, place_of(part.first_tile + end.tile));
     end.residual[i] = o.residual, end.bias[i % 4 / 2] = o.bias[0], end.scale[i % 4 / 2] = o.scale[0];
+    if (GATE_UP) end.bias[1] = o.bias[1];
   }
 }
 DEVICE void finish(Shared& sh, const End& end, const Linear& a, const Part& part, const float (&factors)[SETS][2], int rows, int lane) {
@@ -281,9 +323,11 @@ DEVICE void finish(Shared& sh, const End& end, const Linear& a, const Part& part
     const sum4 sum = sum_of(sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
     const accumulator sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < (GATE_UP ? 2 : 4); i++) {
       const Output o = output_of(end, part, rows, set * 4 + i, lane);
-      float v[2] = {QUANTIZED ? __fmul_rn((float)sums[i], factors[set][i % 2] * o.scale[0]) : (float)sums[i], 0};
+      float v[2] = {(float)sums[i], GATE_UP ? (float)sums[i % 2 + 2] : 0.f};
+      if (QUANTIZED) v[0] = __fmul_rn(v[0], factors[set][i % 2] * o.scale[0]);
+      if (NORM) v[0] = __fmul_rn(v[0], factors[set][i % 2]), v[1] = __fmul_rn(v[1], factors[set][i % 2]);
       if (o.mine) write_output(o, v, a.y);
     }
   }
@@ -306,18 +350,29 @@ DEVICE void take_sums(sum4 (&sums)[SETS], Shared& sh, int& slot, int lane) {
     if (++slot == STAGES) slot = 0;
   }
 }
+// What sums of row lane / 4 are multiplied with at the end.
+DEVICE float row_factor(const Shared& sh, const Linear& a, int lane) {
+#if FORMAT == W8A8
+  return input_scale(largest_of(sh, lane / 4, lane));
+#else
+  float squares = 0;
+#pragma unroll
+  for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) squares += ((const float*)sh.told[TELLS ? i : 0])[lane / 4];
+  return rsqrtf(sum_of_four(squares) / KDIM + a.epsilon);
+#endif
+}
 DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, int lane) {
   End end;
   end.tile = -1;
   wait_for_inputs();  // the residual
   cluster_wait();     // the other CTA is there
   float factors[SETS][2] = {};
-#if FORMAT == W8A8
-  barrier_wait(&sh.known, 0);
-  const float factor = input_scale(largest_of(sh, lane / 4, lane));
+  if constexpr (TELLS) {
+    barrier_wait(&sh.known, 0);
+    const float factor = row_factor(sh, a, lane);
 #pragma unroll
-  for (int i = 0; i < 2; i++) factors[0][i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
-#endif
+    for (int i = 0; i < 2; i++) factors[0][i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
+  }
   int slot = 0;
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++)
@@ -349,21 +404,21 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 2)
-few(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* bias, const u16* residual,
-    u16* Y, int rows, u32* turns) {
+few(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
+    const u16* residual, u16* Y, float epsilon, int rows, u32* turns) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Part part = part_of(blockIdx.x, gridDim.x);
-  const Linear a = {weights, records, channel_scale, X, nullptr, bias, residual, Y, 0, turns};
+  const Linear a = {weights, records, channel_scale, X, norm, bias, residual, Y, epsilon, turns};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++)
       barrier_init(&sh.full[i], COPY_ARRIVALS), barrier_init(&sh.empty[i], 1);
     for (int i = 0; i < OWNED; i++) barrier_init(&sh.exchanged[i], COPY_ARRIVALS);
-    if (QUANTIZED) barrier_init(&sh.known, COPY_ARRIVALS);
+    if (TELLS) barrier_init(&sh.known, COPY_ARRIVALS);
     fence_barriers();
-    if (QUANTIZED) copy_begin(&sh.known, sizeof(sh.largest), 0);
+    if (TELLS) copy_begin(&sh.known, sizeof(sh.told), 0);
     for (int i = 0; i < OWNED; i++) copy_begin(&sh.exchanged[i], SETS * 512, 0);
   }
   __syncthreads();
@@ -375,7 +430,7 @@ few(const u8* weights, const u32* records, const float* channel_scale, const u16
     return end_tiles(sh, a, part, rows, lane);
   } else {
     multiply(sh, a, part, rows, warp, lane);
-    if (QUANTIZED) return;  // it has waited
+    if (TELLS) return;  // it has waited
   }
   __syncwarp();
   cluster_wait();

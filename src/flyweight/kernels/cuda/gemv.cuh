@@ -39,7 +39,7 @@
 // LoRA adapters of one row: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BESIDE (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
 // BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, KEPT (0), SLOT_BLOCKS (0: experts_sum.cu)
 #ifndef SLOT_BLOCKS
 #define SLOT_BLOCKS 0  // blocks of a tile that one expert has: inputs are those of several, one after the other
@@ -55,6 +55,9 @@
 #endif
 #ifndef INDEXED  // one row whose inputs lie in another order: channel_scale says where, 16 bits each
 #define INDEXED 0
+#endif
+#ifndef BESIDE
+#define BESIDE 0
 #endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
@@ -100,7 +103,7 @@ constexpr int COLUMN_TILES = IN_QUARTERS ? ROWS : (ROWS * (IN_REGISTERS ? 1 : PL
 constexpr int SETS = FORMAT == BIT_PLANES || ((COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32)) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
-constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // threads that multiply; kernels that registers leave room for
+constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS && !BESIDE ? 1 : 2;  // threads that multiply; kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each

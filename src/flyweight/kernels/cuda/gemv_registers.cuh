@@ -1,4 +1,4 @@
-// Eight rows with x in registers and codes of 4 or 8 bits as 16-bit floats; needs gemv.cuh's sizes.
+// Up to eight rows with x in registers and codes of 4 or 8 bits as 16-bit floats; needs gemv.cuh's sizes.
 //
 //   total[n, r] += s · (sum_k (P + q[n, k]) · x[r, k] − (P + z) · sum_k x[r, k])   over the 128 inputs of a unit
 //
@@ -12,7 +12,7 @@
 
 constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
 constexpr bool SHRUNK = FP16 && NORM;  // x times the norm's weights may be too large for 16 bits
-static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS == 8, "what this is for");
+static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS > 1 && ROWS <= 8, "what this is for");
 typedef float accumulator;
 
 struct Inputs {
@@ -37,7 +37,7 @@ DEVICE void weigh_inputs(LinearShared& sh, Inputs& in, Slice slice, int warp, in
     mma16<FP16>(products[i % 4], x[0], 0, x[1], 0, x[0], x[1]);
   }
   const float squares = products[0][g % 2] + products[1][g % 2] + products[2][g % 2] + products[3][g % 2];
-  if (t == g / 2) sh.row_stats[g][warp] = make_float2(squares, 0.f);
+  if (t == g / 2 && g < ROWS) sh.row_stats[g][warp] = make_float2(squares, 0.f);
   u32 shrink = 0;
   if constexpr (SHRUNK) {
     const float mean = __shfl_sync(~0u, squares, 4 * g + g / 2) / (TURNS * 128);

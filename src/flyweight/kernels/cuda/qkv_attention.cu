@@ -30,13 +30,23 @@
 // token takes all of the sequence's new ones, `before` + 1 of them, from shared memory: it makes their keys and values for itself
 // from the mailbox, and stores those of its own row alone. Other runs end where the new tokens begin.
 //
+// TOGETHER: a CTA takes as many rows of a sequence at once as have room in the 8 columns of a product, so K and V pass through
+// registers once for them, and runs are as much longer than those of a row alone as there are fewer parts of the step than rows. A row
+// does not see the new tokens behind it. A CTA makes and hands over so many more results; all rows of a sequence at once were slower.
+//
+//      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 |        a part of the step: TAKEN = 2 rows
+//
 // ITEMS: where more than 8 query heads share a kv head, its CTAs attend in as many equal parts, G query heads each. They share out the
 // tiles of the linear all the same. All make the newest key and value for themselves, and the first part alone stores them.
 //
 // GATED: the linear has a gate for each result before its queries, and results are multiplied by σ(gate). Gates come through the mailbox
 // like the others, and are waited for only where a result is written.
 //
-// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), GATED (0)
+// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), TOGETHER (0),
+// GATED (0)
+#ifndef TOGETHER
+#define TOGETHER 0
+#endif
 #ifndef GATED
 #define GATED 0
 #endif
@@ -56,7 +66,9 @@
 constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = ((1 + GATED) * SHARING + 2) * HEAD_TILES;
 constexpr int FIRST_QUERY = GATED * HEADS;    // among the heads that the linear makes: gates, queries, keys, values
 constexpr int ITEM_CTAS = HEAD_CTAS / ITEMS;  // that attend with the same query heads
-constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a sequence, at most
+constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a row, at most
+constexpr int TAKEN = !TOGETHER ? 1 : CHUNK < 8 / G ? CHUNK : 8 / G;  // rows that a CTA takes at once
+constexpr int QUERIES = TAKEN * G;
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
 constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
@@ -64,21 +76,26 @@ constexpr int SCALES = 2 * 16 * KV_ROW;           // where scales begin in a til
 constexpr int KV_TILE = SCALES + (KV8 ? 128 : 0);  // 16 keys, then 16 values
 constexpr int PART_BYTES = 64 * sizeof(Stored);   // of a row, which a warp of a lane takes of values
 constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / KV_TILE;  // x lies behind the ring
+constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
-constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
+constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
+constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
+constexpr int RESULTS_AT_ONCE = TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : 1;  // that a thread adds up
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
-static_assert(LANES >= 1 && G * STATE * 4 <= KV_TILE && G <= 8, "a lane leaves its result where its tokens were");
+static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
 static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
+static_assert(!TOGETHER || (CHUNK > 1 && !GATED), "what rows of a sequence have together");
+static_assert(!TOGETHER || WINDOW == 0 || WINDOW >= 64, "no tile has a row that sees nothing of it");
 
 struct __align__(128) Shared {
   LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
-  u16 query[G][QUERY_ROW];
+  u16 query[QUERIES][QUERY_ROW];
   __align__(16) u8 newest[2][CHUNK][NEW_ROW];  // keys and values of the new tokens
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
@@ -135,12 +152,48 @@ DEVICE size_t token_at(const Attention& a, int sequence, int token, int head) {
   return (slot_of(a, sequence, token) * KV_HEADS + head) * HEAD_DIM;
 }
 
+// What a CTA takes at once: a row, or rows of a sequence that follow each other.
+struct Part {
+  int first, rows;   // the first row, and how many
+  int older, fresh;  // tokens in the cache, and new ones: the last `rows` of them are the rows'
+  DEVICE int length() const { return older + fresh; }
+  DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
+};
+#if TOGETHER
+// The parts of a step. Of rows a bit each: which begin a part, which go on with one. A row's length and what is before it are in its lane.
+struct Parts {
+  int length, back;
+  u32 begin, go_on;
+  int count, splits;  // runs of a part, at most
+  DEVICE Parts(int length, int back) : length(length), back(back) {
+    go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
+    begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
+    count = __popc(begin);
+    splits = max(1, min(32, ITEM_CTAS / max(1, count)));
+  }
+  DEVICE Part part(int index) const {
+    u32 rest = begin;
+    for (int i = 0; i < index; i++) rest &= rest - 1;
+    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), whole = __shfl_sync(~0u, length, first);
+    const int mine = min(__shfl_sync(~0u, back, first), whole - 1);
+    return {first, rows, whole - 1 - mine, mine + rows};
+  }
+};
+#else
+struct Parts {
+  static constexpr int count = ROWS, splits = SPLITS;
+  DEVICE Part part(int length, const int* before, int row) const {
+    const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
+    return {row, 1, length - 1 - back, back + 1};
+  }
+};
+#endif
+
 // By the producer warp while it waits: what attention reads first, to L2.
-DEVICE void prefetch(const Attention& a, int sequence, int split, int head, int lane) {
+DEVICE void prefetch(const Attention& a, int sequence, int length, int rows, int split, int splits, int head, int lane) {
   constexpr int LINES = HEAD_DIM / 64;  // of 128 bytes, in a head of 16-bit values
   constexpr int KV_LINES = (HEAD_DIM * sizeof(Stored) + 127) / 128;  // and in a row of keys or values
-  const int length = sequence < ROWS ? a.lengths[sequence] : 0;
-  const Run run = run_of(length, split, SPLITS);
+  const Run run = run_of(length, split, splits, rows);
   if (length == 0 || split >= run.used) return;
   if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
@@ -152,41 +205,62 @@ DEVICE void prefetch(const Attention& a, int sequence, int split, int head, int 
   }
 }
 
-// One head of q, k or v, by one warp: waited for, normed, rotated; returned rounded to 16 bits.
+// Heads of q, k or v, by one warp: waited for together, then normed, rotated and rounded to 16 bits.
 struct Head { u32 pairs[PER / 2]; };
-DEVICE Head prepare_head(const u16* from, const u16* norm, const float2* turns, float epsilon, int lane) {
+struct HeadSource {
+  const u16 *from, *norm;
+  const float2* turns;
+};
+template <int COUNT> DEVICE void prepare_heads(const HeadSource (&source)[COUNT], int count, float epsilon, int lane, Head (&heads)[COUNT]) {
   constexpr int HALF = ROTARY / 2 / PER;  // lanes between the two of a pair
-  float weight[PER], v[PER], squares = 0;
-  float2 turn[PER];
+  u32 weight[COUNT][PER / 2];  // two each
+  float2 turn[COUNT][PER];
 #pragma unroll
-  for (int i = 0; i < PER; i++) {  // here before the values are
-    weight[i] = QK_NORM && norm ? to_float(norm[lane * PER + i]) : 1.f;
-    turn[i] = turns && lane < 2 * HALF ? turns[lane % HALF * PER + i] : make_float2(1, 0);
+  for (int n = 0; n < COUNT; n++) {  // here before the values are
+    const bool asked = COUNT == 1 || n < count;
+#pragma unroll
+    for (int i = 0; i < PER / 2; i++)
+      if (QK_NORM && asked && source[n].norm) weight[n][i] = ((const u32*)source[n].norm)[lane * PER / 2 + i];
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+      turn[n][i] = asked && source[n].turns && lane < 2 * HALF ? source[n].turns[lane % HALF * PER + i] : make_float2(1, 0);
   }
-  u32 words[PER / 2];
+  u32 words[COUNT][PER / 2];
+  bool all;
   Patience patience;
   do {
     patience.poll();
-    load_relaxed(from + lane * PER, words);
-  } while (missing<true>(words));
+    all = true;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+      if (COUNT == 1 || n < count) load_relaxed(source[n].from + lane * PER, words[n]);
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+      if (COUNT == 1 || n < count) all &= !missing<true>(words[n]);
+  } while (!all);
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < PER; i++) {
-    v[i] = i & 1 ? high_float(words[i / 2]) : low_float(words[i / 2]);
-    squares += v[i] * v[i];
+  for (int n = 0; n < COUNT; n++) {
+    if (COUNT > 1 && n >= count) break;
+    float v[PER], squares = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+      v[i] = i & 1 ? high_float(words[n][i / 2]) : low_float(words[n][i / 2]);
+      squares += v[i] * v[i];
+    }
+    if (QK_NORM && source[n].norm) {
+      const float inverse = rsqrtf(warp_sum(squares) / HEAD_DIM + epsilon);
+#pragma unroll
+      for (int i = 0; i < PER; i++) v[i] *= inverse * (i & 1 ? high_float(weight[n][i / 2]) : low_float(weight[n][i / 2]));
+    }
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+      const float other = __shfl_sync(~0u, v[i], lane < HALF ? lane + HALF : lane - HALF);
+      v[i] = v[i] * turn[n][i].x + (lane < HALF ? -other : other) * turn[n][i].y;
+    }
+#pragma unroll
+    for (int i = 0; i < PER / 2; i++) heads[n].pairs[i] = pack2(v[2 * i], v[2 * i + 1]);
   }
-  const float inverse = QK_NORM && norm ? rsqrtf(warp_sum(squares) / HEAD_DIM + epsilon) : 1.f;
-#pragma unroll
-  for (int i = 0; i < PER; i++) v[i] *= inverse * weight[i];
-#pragma unroll
-  for (int i = 0; i < PER; i++) {
-    const float other = __shfl_sync(~0u, v[i], lane < HALF ? lane + HALF : lane - HALF);
-    v[i] = v[i] * turn[i].x + (lane < HALF ? -other : other) * turn[i].y;
-  }
-  Head r;
-#pragma unroll
-  for (int i = 0; i < PER / 2; i++) r.pairs[i] = pack2(v[2 * i], v[2 * i + 1]);
-  return r;
 }
 // A query to shared memory, as the product takes it: in the type of activations, or with the scale of scores in fp16.
 DEVICE void store_query(const Head& v, float scale, u16* to, int lane) {
@@ -220,26 +294,38 @@ DEVICE void store_newest(const Head& v, Stored* to, Stored* cache, u32* scale_to
 #endif
 }
 
-// Running softmax of the two heads 2 · (lane % 4) and the next, over this warp's 64 dimensions.
+// Running softmax of the two columns 2 · (lane % 4) and the next of a product, over this warp's 64 dimensions.
 struct Softmax {
   float most[2], sum[2], values[4][4];
 };
+// What the columns of a product see of a tile of `count` (1 to 16) tokens; rows beyond those are read as the last one, and count for
+// nothing. Where rows go together, each sees one new token more than the one before it, and a window begins one token later.
+struct Tokens {
+  int count, first;  // tokens, and which of the sequence the first is
+  int before;        // of new tokens: those that the first row sees besides its own; −1: these are older ones
+  int oldest;        // that the first row sees, may be below 0
+  DEVICE bool seen(int token, int column) const {
+    if (TAKEN == 1) return token < count;
+    const int row = column / G;
+    if (before >= 0) return token <= before + row;
+    return token < count && (!WINDOW || first + token >= oldest + row);
+  }
+};
 #if KV8
-// The next `count` (1 to 16) tokens, of which `first` is the first; rows beyond them are read as the last one, and count for
-// nothing. A scale is the half of its word that its token's place in the page says.
-DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, int first, int count, float soft_cap, int lane) {
-  const int g = lane / 4, t = lane % 4;
+// A scale is the half of its word that its token's place in the page says.
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, Tokens tokens, float soft_cap, int lane) {
+  const int g = lane / 4, t = lane % 4, count = tokens.count;
   float score[2][4] = {};  // two chains of additions
   float key_by[2], value_by[2], shift[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int token = min(g + 8 * half, count - 1), high = 2 * ((first + token) % 2);
+    const int token = min(g + 8 * half, count - 1), high = 2 * ((tokens.first + token) % 2);
     key_by[half] = scale_of((u16)shared_load16(scales + token * 4 + high));
     value_by[half] = scale_of((u16)shared_load16(scales + 64 + token * 4 + high));
     shift[half] = log2_fast(value_by[half]);
   }
   const u32 low_row = keys + min(g, count - 1) * KV_ROW + t * 8, high_row = keys + min(g + 8, count - 1) * KV_ROW + t * 8;
-  query += min(g, G - 1) * QUERY_ROW + t * 8;
+  query += min(g, QUERIES - 1) * QUERY_ROW + t * 8;
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
     const uint4 q = *(const uint4*)(query + i * 32);
@@ -249,9 +335,9 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
   }
   float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
-  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), head 2 t + j % 2
+  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
     const float whole = (score[0][j] + score[1][j]) * key_by[j / 2];
-    score[0][j] = g + j / 2 * 8 < count ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
+    score[0][j] = tokens.seen(g + j / 2 * 8, 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
     most[j % 2] = fmaxf(most[j % 2], score[0][j] + shift[j / 2]);
   }
 #pragma unroll
@@ -273,7 +359,7 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
 #pragma unroll
   for (int i = 0; i < 4; i++) word[i] = widened(shared_load2(values + min(i / 2 * 8 + 2 * t + i % 2, count - 1) * KV_ROW + g * 8));
 #pragma unroll
-  for (int i = 0; i < 4; i++) {  // dimension 8 g + 2 i + j / 2, head 2 t + j % 2
+  for (int i = 0; i < 4; i++) {  // dimension 8 g + 2 i + j / 2, column 2 t + j % 2
     u32 of[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) of[j] = i == 0 ? word[j].x : i == 1 ? word[j].y : i == 2 ? word[j].z : word[j].w;
@@ -283,16 +369,15 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
                 __byte_perm(of[2], of[3], 0x5410), __byte_perm(of[2], of[3], 0x7632), b0, b1);
   }
 }
-// Where number i of the eight results of a lane and head stands among its warp's dimensions.
+// Where number i of the eight results of a lane and column stands among its warp's dimensions.
 DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
 #else
 DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
-// The next `count` (1 to 16) tokens; rows beyond them are read as the last one, and count for nothing.
-DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int count, float scale, float soft_cap, int lane) {
-  const int g = lane / 4, t = lane % 4;
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
+  const int g = lane / 4, t = lane % 4, count = tokens.count;
   float score[2][4] = {};  // two chains of additions
   keys += min(lane % 16, count - 1) * KV_ROW + lane / 16 * 16;
-  query += min(g, G - 1) * QUERY_ROW + 2 * t;
+  query += min(g, QUERIES - 1) * QUERY_ROW + 2 * t;
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++) {
     const uint4 a = load_matrices<false>(keys + k * 32);
@@ -300,9 +385,9 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
   }
   float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
-  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), head 2 t + j % 2
+  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
     const float whole = (score[0][j] + score[1][j]) * scale;
-    score[0][j] = g + j / 2 * 8 < count ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
+    score[0][j] = tokens.seen(g + j / 2 * 8, 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
     most[j % 2] = fmaxf(most[j % 2], score[0][j]);
   }
 #pragma unroll
@@ -323,7 +408,7 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
   const u32 b0 = transpose8(pair[0]), b1 = transpose8(pair[1]);
   values += min(lane / 16 * 8 + lane % 8, count - 1) * KV_ROW + lane / 8 % 2 * 16;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), head 2 t + j % 2
+  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 2 t + j % 2
     const uint4 a = load_matrices<true>(values + i * 32);
 #pragma unroll
     for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
@@ -332,10 +417,10 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
 }
 #endif
 
-// The run [begin, end) of a sequence's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
-// leaves its state [G][STATE] at the start of its tokens. Between the start and `prepare`, which makes the query, tokens are fetched.
+// The run [begin, end) of a part's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
+// leaves its states [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched.
 template <typename Prepare>
-DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int begin, int end, int fresh, Prepare prepare) {
+DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh, Prepare prepare) {
   constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
   const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
@@ -346,7 +431,7 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
       for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-          const size_t at = token_at(a, sequence, token, head) + thread % CHUNKS * EACH;
+          const size_t at = token_at(a, part.first, token, head) + thread % CHUNKS * EACH;
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
           copy16(to + SCALES / 2, a.values + at);
@@ -354,7 +439,7 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
       }
 #if KV8
     if (tile < older && thread < 32 && begin + tile * 16 + thread % 16 < end) {
-      const size_t at = scale_place(slot_of(a, sequence, begin + tile * 16 + thread % 16), head);
+      const size_t at = scale_place(slot_of(a, part.first, begin + tile * 16 + thread % 16), head);
       copy4(memory + slot * KV_TILE + SCALES + thread * 4, (thread < 16 ? a.key_scales : a.value_scales) + at / 2 * 2);
     }
 #endif
@@ -371,7 +456,7 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
   named_barrier(1, THREADS);
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
 
-  const int part = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
+  const int dims = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
   Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
   for (int tile = index; tile < tiles; tile += LANES) {
@@ -380,45 +465,59 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
     const bool old = tile < older;
     const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.newest[0]);
     const u32 values = old ? keys + SCALES / 2 : shared_address(sh.newest[1]);
-    const int count = old ? min(16, end - begin - tile * 16) : fresh;
+    const Tokens tokens = {old ? min(16, end - begin - tile * 16) : fresh, begin + tile * 16, old ? -1 : part.fresh - part.rows,
+                           part.length() - part.rows + 1 - WINDOW};
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
-    absorb(run, sh.query[0], keys, values + part, scales, begin + tile * 16, count, a.soft_cap, lane);
+    absorb(run, sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
 #else
-    absorb(run, sh.query[0], keys, values + part, count, a.scale, a.soft_cap, lane);
+    absorb(run, sh.query[0], keys, values + dims, tokens, a.scale, a.soft_cap, lane);
 #endif
     meet();
     fetch(tile + DEPTH * LANES, slot);
     if (++slot == DEPTH) slot = 0;
   }
-  float* state = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
+  float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
-    const int h = lane % 4 * 2 + j;
-    if (h < G) {
+    const int own = lane % 4 * 2 + j;
+    if (own < QUERIES) {
+      float* state = states + own * STATE;
 #pragma unroll
-      for (int i = 0; i < 8; i++) state[h * STATE + part / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
-      if (part == 0 && lane < 4) state[h * STATE + HEAD_DIM] = run.most[j], state[h * STATE + HEAD_DIM + 1] = run.sum[j];
+      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
+      if (dims == 0 && lane < 4) state[HEAD_DIM] = run.most[j], state[HEAD_DIM + 1] = run.sum[j];
     }
   }
   return min(LANES, tiles);
 }
 
-// One (head, dimension) of the states of the first `count` lanes: value, maximum, sum.
-DEVICE float3 merge_lanes(const Shared& sh, int count, int h, int d) {
+// Neighbouring dimensions, from d on, of query h in the states of the first `count` lanes: values, maximum, sum.
+template <int N> struct Merged {
+  float values[N], most, sum;
+};
+template <int N> DEVICE Merged<N> merge_lanes(const Shared& sh, int count, int h, int d) {
   const float* state = (const float*)sh.linear.ring[0] + h * STATE;
   constexpr int STEP = DEPTH * KV_TILE / 4;
-  float limit[LANES], most = LOWEST, sum = 0, value = 0;
+  float limit[LANES];
+  Merged<N> r = {{}, LOWEST, 0};
 #pragma unroll
-  for (int i = 0; i < LANES; i++) limit[i] = i < count ? state[i * STEP + HEAD_DIM] : LOWEST, most = fmaxf(most, limit[i]);
+  for (int i = 0; i < LANES; i++) limit[i] = i < count ? state[i * STEP + HEAD_DIM] : LOWEST, r.most = fmaxf(r.most, limit[i]);
 #pragma unroll
   for (int i = 0; i < LANES; i++) {
-    const float weight = exp2_fast(limit[i] - most);
-    if (i < count) sum += weight * state[i * STEP + HEAD_DIM + 1], value += weight * state[i * STEP + d];
+    const float weight = exp2_fast(limit[i] - r.most);
+    if (i < count) {
+      r.sum += weight * state[i * STEP + HEAD_DIM + 1];
+      if constexpr (N == 4) {
+        const float4 four = *(const float4*)(state + i * STEP + d);
+        r.values[0] += weight * four.x, r.values[1] += weight * four.y, r.values[2] += weight * four.z, r.values[3] += weight * four.w;
+      } else {
+        r.values[0] += weight * state[i * STEP + d];
+      }
+    }
   }
-  return make_float3(value, most, sum);
+  return r;
 }
 
 // What a sum of weights has to be raised by, where `most` is the logit that weighs 1.
@@ -426,18 +525,18 @@ DEVICE float sunk(const Attention& a, int h, float most) {
   return SINKS ? exp2_fast(to_float(a.sinks[h]) * 1.4426950408889634f - most) : 0.f;
 }
 
-// This CTA's share of the outputs of its head, from the states of all runs; `states` is the first one's. Runs sit side by
-// side in the lanes of a warp, four outputs in each. `gates`: of the same outputs.
-DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int split, int used, int warp, int lane) {
-  constexpr int QUADS = G * HEAD_DIM / 4;
+// This CTA's share of the outputs of `rows` rows of its head, from the states of all runs; `states` is the first one's. Runs sit side
+// by side in the lanes of a warp, four outputs in each. `gates` and `out`: of the first row.
+DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int split, int used, int warp, int lane) {
+  const int quads = rows * G * HEAD_DIM / 4;
   const int wide = used <= 2 ? 2 : used <= 4 ? 4 : used <= 8 ? 8 : used <= 16 ? 16 : 32;  // lanes for one quad
-  const int last = (split + 1) * QUADS / used;
-  for (int first = split * QUADS / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
-    const int quad = first + lane / wide, run = lane % wide, h = min(quad, QUADS - 1) * 4 / HEAD_DIM;
+  const int last = (split + 1) * quads / used;
+  for (int first = split * quads / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
+    const int quad = first + lane / wide, run = lane % wide, query = min(quad, quads - 1) * 4 / HEAD_DIM;
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
-    Gates<2> factors(gates + 4 * min(quad, QUADS - 1));
+    Gates<2> factors(gates + 4 * min(quad, quads - 1));
     if (quad < last && run < used) {
-      const float* state = states + ((size_t)run * G + h) * STATE;
+      const float* state = states + ((size_t)run * QUERIES + query) * STATE;
       Patience patience;
       do {
         patience.poll();
@@ -457,12 +556,13 @@ DEVICE void gather(const Attention& a, const float* states, const u16* gates, u1
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], o);
     }
-    const float inverse = __fdividef(1.f, sum + sunk(a, h, most));
+    const float inverse = __fdividef(1.f, sum + sunk(a, query % G, most));
     if (quad < last && run == 0) {
       factors.await();
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] *= inverse * factors.factor(i);
-      ((uint2*)out)[quad] = make_uint2(pack2(v[0], v[1]), pack2(v[2], v[3]));
+      u16* row = out + (size_t)(query / G) * HEADS * HEAD_DIM;
+      ((uint2*)row)[quad - query / G * (G * HEAD_DIM / 4)] = make_uint2(pack2(v[0], v[1]), pack2(v[2], v[3]));
     }
   }
 }
@@ -471,12 +571,12 @@ DEVICE void gather(const Attention& a, const float* states, const u16* gates, u1
 DEVICE void empty(u16* qkv, float* states) {
   const uint4 ones = make_uint4(~0u, ~0u, ~0u, ~0u);
   const int thread = THREADS - 1 - threadIdx.x;
-  for (int i = thread; i < G * STATE / 4; i += THREADS) ((uint4*)(states + (size_t)blockIdx.x * G * STATE))[i] = ones;
+  for (int i = thread; i < QUERIES * STATE / 4; i += THREADS) ((uint4*)(states + (size_t)blockIdx.x * QUERIES * STATE))[i] = ones;
   constexpr int CTAS = KV_HEADS * HEAD_CTAS;
   for (int i = thread * CTAS + blockIdx.x; i < ROWS * NDIM / 8; i += THREADS * CTAS) ((uint4*)qkv)[i] = ones;
 }
 
-// Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, G, STATE]; the next launch's are emptied.
+// Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, QUERIES, STATE]; the next launch's are emptied.
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
@@ -487,7 +587,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   BEGIN_LAUNCH;
   Shared& sh = *(Shared*)raw;
   const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS;
-  const int item = cta / ITEM_CTAS, member = cta % ITEM_CTAS, split = member % SPLITS;
+  const int item = cta / ITEM_CTAS, member = cta % ITEM_CTAS;
   if (head >= KV_HEADS) {  // stays until the next kernel has surely taken the room that the one before this left on every SM
     launch_dependents();
     wait_for_inputs();
@@ -512,64 +612,101 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
 #endif
   };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto early = [&] { prefetch(a, member / SPLITS, split, head, lane); };
-  const int own = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
+#if CHUNK == 1
+  constexpr int* before = nullptr;
+#endif
+#if TOGETHER
+  const int row_length = lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
+  auto early = [&] {
+    const Parts parts(row_length, row_back);
+    const int own = member / parts.splits;
+    const Part part = own < parts.count ? parts.part(own) : Part{};
+    prefetch(a, part.first, part.length(), part.rows, member % parts.splits, parts.splits, head, lane);
+  };
+#else
+  int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
+  auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
+#endif
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
               blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
 
   empty(next_qkv, next_states);
-  for (int sequence = member / SPLITS; sequence < ROWS; sequence += ITEM_CTAS / SPLITS) {
-    const int length = sequence == member / SPLITS ? own : lengths[sequence], newest = length - 1;
-    const Run run = run_of(length, split, SPLITS);
-    if (length == 0 || split >= run.used) continue;
-#if CHUNK > 1
-    const int back = min(before[sequence], min(CHUNK, length) - 1);  // new tokens of the sequence in rows before
+#if TOGETHER
+  const Parts parts(row_length, row_back);
 #else
-    constexpr int back = 0;
+  const Parts parts{};
 #endif
-    const int fresh = run.end == length ? back + 1 : 0, end = max(run.begin, min(run.end, newest - back));
-    const int count = attend(sh, a, sequence, head, run.begin, end, fresh, [&] {
-      for (int h = warp; h < G + 2 * fresh; h += WARPS) {
-        const bool query = h < G, key = (h - G) % 2 == 0;
-        const int place = query ? back : (h - G) / 2, ago = back - place;  // among the new tokens; rows and tokens back
-        const float2* turns = rope + (size_t)(newest - ago) * (ROTARY / 2);
-        const u16* row = qkv + (size_t)(sequence - ago) * NDIM;
-        const int column = (FIRST_QUERY + (query ? head * SHARING + item * G + h : key ? HEADS + head : HEADS + KV_HEADS + head)) * HEAD_DIM;
-        const Head v = prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr,
-                                    epsilon, lane);
-        if (query) {
-          store_query(v, a.scale, sh.query[h], lane);
-        } else {
-          const size_t slot = slot_of(a, sequence, newest);
-          Stored* cache = ago || item ? nullptr : (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM;
-          Stored* to = (Stored*)sh.newest[!key][place];
+  const int splits = parts.splits, split = member % splits, own = member / splits;
+  for (int index = own; index < parts.count; index += ITEM_CTAS / splits) {
+#if TOGETHER
+    const Part part = parts.part(index);
+#else
+    if (index != own) length = lengths[index];
+    if (length == 0) continue;
+    const Part part = parts.part(length, before, index);
+#endif
+    const Run run = run_of(part.length(), split, splits, part.rows);
+    if (split >= run.used) continue;
+    const int fresh = run.end == part.length() ? part.fresh : 0, end = max(run.begin, min(run.end, part.older));
+    const int count = attend(sh, a, part, head, run.begin, end, fresh, [&] {
+      const int queries = part.rows * G, tasks = queries + 2 * fresh;
+      for (int task = warp; task < tasks; task += WARPS * AT_ONCE) {
+        HeadSource sources[AT_ONCE];
+        Head heads[AT_ONCE];
+        auto place_of = [&](int h) { return h < queries ? part.fresh - part.rows + h / G : (h - queries) / 2; };  // among the new tokens
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+          const int h = min(task + n * WARPS, tasks - 1), place = place_of(h);
+          const bool query = h < queries, key = (h - queries) % 2 == 0;
+          const int column = (FIRST_QUERY + (query ? head * SHARING + item * G + h % G : key ? HEADS + head : HEADS + KV_HEADS + head)) * HEAD_DIM;
+          sources[n] = {qkv + (size_t)part.row_of(place) * NDIM + column, query ? query_norm : key ? key_norm : nullptr,
+                        query || key ? rope + (size_t)(part.older + place) * (ROTARY / 2) : nullptr};
+        }
+        prepare_heads(sources, (tasks - task + WARPS - 1) / WARPS, epsilon, lane, heads);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+          const int h = task + n * WARPS, place = place_of(h);
+          if (AT_ONCE > 1 && h >= tasks) break;
+          if (h < queries) {
+            store_query(heads[n], a.scale, sh.query[h], lane);
+          } else {
+            const bool key = (h - queries) % 2 == 0, kept = place >= part.fresh - part.rows && item == 0;
+            const size_t slot = slot_of(a, part.row_of(place), part.older + place);
+            Stored* cache = kept ? (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM : nullptr;
+            Stored* to = (Stored*)sh.newest[!key][place];
 #if KV8
-          store_newest(v, to, cache, sh.newest_scales[!key] + place,
-                       (key ? key_scales : value_scales) + scale_place(slot, head), key ? fixed_key : fixed_value, lane);
+            store_newest(heads[n], to, cache, sh.newest_scales[!key] + place,
+                         (key ? key_scales : value_scales) + scale_place(slot, head), key ? fixed_key : fixed_value, lane);
 #else
-          store_newest(v, to, cache, nullptr, nullptr, 0.f, lane);
+            store_newest(heads[n], to, cache, nullptr, nullptr, 0.f, lane);
 #endif
+          }
         }
       }
     });
     named_barrier(1, THREADS);
-    u16* target = out + ((size_t)sequence * HEADS + head * SHARING + item * G) * HEAD_DIM;
-    const u16* gates = qkv + (size_t)sequence * NDIM + (head * SHARING + item * G) * HEAD_DIM;
-    float* mine = states + (size_t)blockIdx.x * G * STATE;
-    for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
+    const size_t results = (size_t)(head * SHARING + item * G) * HEAD_DIM;  // where those of this part begin in a row
+    u16* target = out + (size_t)part.first * HEADS * HEAD_DIM + results;
+    const u16* gates = qkv + (size_t)part.first * NDIM + results;
+    float* mine = states + (size_t)blockIdx.x * QUERIES * STATE;
+    constexpr int N = RESULTS_AT_ONCE;
+    for (int i = threadIdx.x * N; i < part.rows * G * HEAD_DIM; i += THREADS * N) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-      const float3 state = merge_lanes(sh, count, h, d);
+      const Merged<N> state = merge_lanes<N>(sh, count, h, d);
       if (run.used == 1) {
         Gates<1> factors(gates + i / 2 * 2);
         factors.await();
-        target[i] = to_bits(state.x / (state.z + sunk(a, h, state.y)) * factors.factor(i % 2));
+        const float sum = state.sum + sunk(a, h % G, state.most);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+          target[(size_t)(h / G) * HEADS * HEAD_DIM + h % G * HEAD_DIM + d + j] = to_bits(state.values[j] / sum * factors.factor(i % 2));
       } else {
-        store_relaxed(mine + h * STATE + d, state.x);
-        if (d < 2) store_relaxed(mine + h * STATE + HEAD_DIM + d, d ? state.z : state.y);
+        store_relaxed(mine + h * STATE + d, state.values);
+        if (d < 2 * N && d % N == 0) store_relaxed(mine + h * STATE + HEAD_DIM + d / N, d ? state.sum : state.most);
       }
     }
-    if (run.used > 1) gather(a, mine - (size_t)split * G * STATE, gates, target, split, run.used, warp, lane);
-    if (sequence + ITEM_CTAS / SPLITS < ROWS) named_barrier(1, THREADS);  // before others fetch over the states
+    if (run.used > 1) gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, split, run.used, warp, lane);
+    if (index + ITEM_CTAS / splits < parts.count) named_barrier(1, THREADS);  // before others fetch over the states
   }
   end_launch(THREADS);
 }

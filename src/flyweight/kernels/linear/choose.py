@@ -20,6 +20,7 @@ from flyweight.kernels.linear import (
     gemv,
     gemv_cluster,
     gemv_splitk,
+    whole_layers,
 )
 from flyweight.kernels.linear.tiles import Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Route
@@ -108,11 +109,13 @@ def within_attention(matrix: Matrix, rows: int, device: Gpu) -> bool:
 
 
 def choose(weight: TiledWeight, rows: int, device: Gpu, fusion: Fusion = PLAIN) -> Choice:
-    return _choose(weight.outline, rows, device, fusion)
+    return _choose(weight.outline, rows, device, fusion, whole_layers.running())
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion) -> Choice:
+def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion, within: bool) -> Choice:
+    if within and _runnable("gemv_cluster", weight, rows, device, fusion):
+        return Choice("gemv_cluster", "all linears of a layer leave each other room")
     wanted = route(weight.matrix, rows, device, residual=fusion.residual, gated=weight.interleaved)
     for kernel in NEXT[wanted.kernel]:
         found = _runnable(kernel, weight, rows, device, fusion)

@@ -168,6 +168,12 @@ class FusedLinear:
         """
         return False
 
+    def leaves_room(self, rows: int, *, norm: bool = False, residual: bool = False) -> bool:
+        """Whether another kernel fits beside this one on every SM, in a step all of whose layers
+        leave room (whole_layers.py).
+        """
+        return False
+
     def fetch_early(self) -> None:
         """From now on one row's weights are asked for at once, as memory has nothing else to do."""
 

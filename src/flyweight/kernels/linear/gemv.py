@@ -19,6 +19,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import dependent_launch, jit, tuned, workspace
+from flyweight.kernels.linear import whole_layers
 from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiles import ACTIVATIONS, EPILOGUES, Matrix, TiledWeight
@@ -41,6 +42,7 @@ class Plan:
     warps: int
     in_registers: bool = False  # x, or in shared memory
     own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
+    beside: bool = False  # registers leave room for another kernel, though x is in them
 
     @property
     def threads(self) -> int:
@@ -210,6 +212,16 @@ def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> P
     return found and dataclasses.replace(found, shared=max(found.shared, device.shared_excluding))
 
 
+def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
+    """x of four or eight rows in registers, with room for another kernel."""
+    if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
+        return None
+    slots = max(1, min(wanted.tiles, 2 * wanted.warps // rows))  # an output of a round to a thread
+    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, slots=slots)
+    found = plan_beside(matrix, rows, wanted, device)
+    return found and dataclasses.replace(found, beside=True)
+
+
 @functools.cache
 def fitting_plan(
     matrix: Matrix,
@@ -220,9 +232,11 @@ def fitting_plan(
     more: int = 0,
     alone: bool = False,
     all_warps: bool = False,
+    registers_beside: int = 0,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
-    even that is too much. `all_warps`: those that have no share of the last stages, too.
+    even that is too much. `all_warps`: those that have no share of the last stages, too;
+    `registers_beside`: so many warps with x in registers, where that leaves room for another one.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
@@ -239,6 +253,10 @@ def fitting_plan(
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
+    if registers_beside:
+        few_warps = dataclasses.replace(wanted, warps=registers_beside)
+        if found := _registers_beside_plan(matrix, rows, few_warps, device):
+            return found
     several: list[dict[str, Any]] = [
         dict(fewest=3),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
@@ -283,7 +301,8 @@ def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | No
     not pay.
     """
     most = tuned.of(gpu.of(device)).formats[weight.format.name].ticket_rows
-    return workspace.current(device).tickets() if rows <= most else None
+    turns = rows <= most or whole_layers.running()
+    return workspace.current(device).tickets() if turns else None
 
 
 def _prefetch(matrix: Matrix, chosen: Plan, device: Gpu) -> dict[str, int]:
@@ -332,6 +351,7 @@ def defines(
         "SLOTS": chosen.slots,
         "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
+        **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **_prefetch(weight.matrix, chosen, device),
         **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),

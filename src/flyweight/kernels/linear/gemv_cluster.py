@@ -8,11 +8,14 @@ import functools
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear import whole_layers
+from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemv import RESERVED_BESIDE
 from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Ring
@@ -22,7 +25,6 @@ CLUSTER = 2
 LEAST_WARPS = 8
 MOST_WARPS = 16
 MOST_STAGES = 15  # a barrier of the hardware for each
-MOST_ROWS = 16
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
@@ -40,17 +42,21 @@ class Choice:
     late: int  # stages of the first filling that are fetched when the inputs are there
 
 
-def ring_for(matrix: Matrix, sets: int, tiles: int, device: Gpu) -> Ring | None:
+def ring_for(
+    matrix: Matrix, sets: int, tiles: int, device: Gpu, *, within: bool = False
+) -> Ring | None:
     numbers = tuned.of(device).formats[matrix.format.name]
     if sets == 1 and tiles > MANY_TILES and numbers.cluster_whole_ring:
         return numbers.cluster_whole_ring
+    if sets == 1 and within and numbers.cluster_layer_ring:
+        return numbers.cluster_layer_ring
     return next((ring for ring in numbers.cluster_rings if ring.sets == sets), None)
 
 
 @functools.cache
-def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
+def choose(matrix: Matrix, rows: int, device: Gpu, *, within: bool = False) -> Choice | None:
     """None where inputs or outputs do not come out even, or are too many for one kernel beside
-    another.
+    another. `within`: whole layers go this way.
     """
     columns = matrix.in_features
     outputs = matrix.out_features
@@ -71,14 +77,14 @@ def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
     sets = math.ceil(rows / 8)
     turns = half // warps
     tiles = math.ceil(outputs / 16 / clusters)
-    ring = ring_for(matrix, sets, tiles, device)
+    ring = ring_for(matrix, sets, tiles, device, within=within)
     # of x that waits in registers until its scale is known
     if ring is None or (quantized and turns > 1):
         return None
     unit = 2 * matrix.format.block_bytes + (0 if quantized else 64)
     team = next(warps // teams for teams in range(ring.teams, 0, -1) if warps % teams == 0)
     owned = math.ceil(tiles / CLUSTER)
-    x = CLUSTER * warps * 32 if quantized else (sets - 1) * warps * 2048
+    x = CLUSTER * warps * 32 if quantized or sets == turns == 1 else (sets - 1) * warps * 2048
     others = (
         x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
     )
@@ -103,12 +109,13 @@ def unsupported_reason(
     most = 8 * max(
         (ring.sets for ring in tuned.of(device).formats[form.name].cluster_rings), default=0
     )
-    if not fits or weight.interleaved or norm or not 1 < rows <= most:
+    around = norm or weight.interleaved
+    if not fits or not 1 < rows <= most or (around and not _takes_around(weight, rows)):
         return (
-            "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale for "
-            "each, without a norm before or act(gate)·up after"
+            "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
+            "for each; a norm before or act(gate)·up after only 8 of bfloat16 where that pays"
         )
-    if choose(matrix, rows, device) is None:
+    if choose(matrix, rows, device, within=whole_layers.running()) is None:
         return (
             f"{matrix.in_features} inputs and {matrix.out_features} outputs do not fit into whole "
             f"stages of pairs of CTAs"
@@ -116,19 +123,32 @@ def unsupported_reason(
     return None
 
 
+def _takes_around(weight: TiledWeight | Outline, rows: int) -> bool:
+    """Whether a norm before and act(gate)·up after are fused, which pays where whole layers go this
+    way: x times the norm's weights may be too large for float16, and is told from CTA to CTA once.
+    """
+    matrix = weight.matrix
+    one_turn = matrix.in_features <= 128 * CLUSTER * MOST_WARPS
+    bf16 = weight.dtype == torch.bfloat16
+    return whole_layers.running() and matrix.format.grouped and one_turn and rows <= 8 and bf16
+
+
 def multiply(
     weight: TiledWeight,
     x: Tensor,
     out: Tensor | None = None,
     *,
+    norm: Norm | None = None,
     residual: Tensor | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """x [rows, in], up to 16 rows → [rows, out]."""
+    """x [rows, in], up to 16 rows → [rows, out] (half of it for an interleaved gate/up:
+    act(gate) · up).
+    """
     rows = x.shape[0]
     device = gpu.of(x.device)
-    reason = unsupported_reason(weight, rows, device)
-    chosen = choose(weight.matrix, rows, device)
+    reason = unsupported_reason(weight, rows, device, norm=norm is not None)
+    chosen = choose(weight.matrix, rows, device, within=whole_layers.running())
     if reason or chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not go through few.cu: {reason}"
@@ -142,6 +162,7 @@ def multiply(
             **weight.type_defines,
             "KDIM": weight.in_features,
             "NDIM": weight.out_features,
+            **({"NORM": 1} if norm is not None else {}),
             "EPILOGUE": EPILOGUES[weight.epilogue(residual)],
             "BIAS": int(weight.bias is not None),
             "SETS": chosen.sets,
@@ -153,10 +174,9 @@ def multiply(
             "SHARED_BYTES": shared,
         },
     ).kernel("few")
-    # o and down have kernels around that take no turns
-    tickets = (
-        workspace.current(x.device).tickets() if residual is None and rows <= MOST_ROWS else None
-    )
+    # elsewhere the kernels around o and down have an SM each, and take no turns
+    lonely = residual is not None and not whole_layers.running()
+    tickets = None if lonely else workspace.current(x.device).tickets()
     kernel.launch(
         device.processors // CLUSTER * CLUSTER,
         32 * (chosen.warps + 2),
@@ -165,13 +185,15 @@ def multiply(
             weight.records,
             weight.channel_scale,
             x,
+            norm and norm.weight,
             weight.bias,
             residual,
             out,
+            norm.epsilon if norm else 0.0,
             rows,
             tickets,
         ),
-        shared=shared + (LONELY if residual is not None else 0),
+        shared=shared + (LONELY if lonely else 0),
         pdl=pdl,
         cluster=CLUSTER,
     )

@@ -22,6 +22,7 @@ from flyweight.kernels.linear import (
     gemv_splitk,
     prompts,
     tiles,
+    whole_layers,
 )
 from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
 from flyweight.kernels.linear.delta import AdaptedRow
@@ -32,6 +33,7 @@ from flyweight.tensors import QuantTensor
 MULTIPLY: dict[str, Callable[..., Tensor]] = {
     "gemv": gemv.multiply,
     "gemv_splitk": gemv_splitk.multiply,
+    "gemv_cluster": gemv_cluster.multiply,
     "gemm_small": gemm_small.multiply,
     "gemm": gemm.multiply,
     "gemm_mma": gemm_mma.multiply,
@@ -105,6 +107,18 @@ class TiledLinear(FusedLinear):
         if self.prompts is not None:
             codes = recode(self.weight, self.prompts).clone()
             self.prompts = dataclasses.replace(self.prompts, weights=codes)
+
+    def leaves_room(self, rows: int, *, norm: bool = False, residual: bool = False) -> bool:
+        with whole_layers.run():
+            chosen = self.choose(rows, norm=norm, residual=residual)
+        return self.measured_in_layers and chosen.kernel == "gemv_cluster"
+
+    @property
+    def measured_in_layers(self) -> bool:
+        matrix = self.weight.matrix
+        numbers = tuned.of(gpu.of(self.weight.weights.device)).formats[matrix.format.name]
+        shape = (matrix.out_features, matrix.in_features)
+        return shape in numbers.cluster_layers and matrix.group == 128
 
     def fetch_early(self) -> None:
         self.weight = dataclasses.replace(self.weight, early=True)
@@ -250,9 +264,6 @@ class TiledLinear(FusedLinear):
             kernel
             or self.choose(x.shape[0], norm=norm is not None, residual=residual is not None).kernel
         )
-        if kernel == "gemv_cluster":
-            assert norm is None, "few.cu has none"
-            return gemv_cluster.multiply(weight, x, out, residual=residual)
         if kernel == "gemm_dequantized":  # by a kernel that the product must not run ahead of
             written = dataclasses.replace(
                 weight.in_sixteen_bits(), weights=untile(weight, tiles=True)

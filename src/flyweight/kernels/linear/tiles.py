@@ -66,6 +66,7 @@ class Outline:
     matrix: Matrix
     interleaved: bool
     static: bool
+    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +118,7 @@ class TiledWeight:
 
     @functools.cached_property
     def outline(self) -> Outline:
-        return Outline(self.matrix, self.interleaved, self.static)
+        return Outline(self.matrix, self.interleaved, self.static, self.dtype)
 
     @property
     def width(self) -> int:

@@ -70,6 +70,10 @@ class FormatNumbers:
     small_cycles: tuple[float, float] | None = None
     cluster_rings: tuple[Ring, ...] = ()
     cluster_whole_ring: Ring | None = None
+    # outputs and inputs of linears that were measured in layers all of which leave room, and how
+    # they stream then
+    cluster_layers: tuple[tuple[int, int], ...] = ()
+    cluster_layer_ring: Ring | None = None
     gemm_halves_inputs: bool = False  # tiles whose inputs two CTAs share pay
     gemm_one_tile_per_sm: bool = False  # of up to 64 rows; of other formats nobody knows yet
     gemm_square_pairs_only: bool = False
@@ -314,8 +318,10 @@ def _format(table: dict[str, Any]) -> FormatNumbers:
     table = _frozen(table)
     table["routes"] = tuple(Route(**route) for route in table["routes"])
     table["cluster_rings"] = tuple(Ring(**ring) for ring in table.get("cluster_rings", ()))
-    if "cluster_whole_ring" in table:
-        table["cluster_whole_ring"] = Ring(**table["cluster_whole_ring"])
+    for name in ("cluster_whole_ring", "cluster_layer_ring"):
+        if name in table:
+            table[name] = Ring(**table[name])
+    table["cluster_layers"] = tuple(map(tuple, table.get("cluster_layers", ())))
     unknown = table.keys() - {field.name for field in fields(FormatNumbers)}
     if unknown:
         raise ValueError(f"no such number of a format: {', '.join(sorted(unknown))}")
