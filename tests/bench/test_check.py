@@ -87,6 +87,7 @@ def spoil_one_scale(tensor):
 @pytest.mark.parametrize("scheme", ["int4", "w8a8", "fp8"])
 def test_a_scale_that_an_engine_reads_wrongly_fails_its_run(bench, monkeypatch, scheme):
     monkeypatch.setattr("flyweight.models.native.why_not", lambda *_: "torch's kernels are looked at here")
+    monkeypatch.setattr("flyweight.kernels.dispatch._in_c", False)
     choose, latency = cpu.choose, ("latency", "--batch", 4, "--input", 8, "--output", 12, "--repeats", 1)
     rows, _ = bench(*latency, f"preset:tiny:{scheme}")
     assert rows[0]["status"] == "ok" and rows[0]["check_loss"] <= rows[0]["check_bound"]
