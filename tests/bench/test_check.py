@@ -94,6 +94,7 @@ def test_a_scale_that_an_engine_reads_wrongly_fails_its_run(bench, monkeypatch, 
     monkeypatch.setattr(
         "flyweight.models.native.why_not", lambda *_: "torch's kernels are looked at here"
     )
+    monkeypatch.setattr("flyweight.kernels.dispatch._in_c", False)
     choose, latency = (
         cpu.choose,
         ("latency", "--batch", 4, "--input", 8, "--output", 12, "--repeats", 1),

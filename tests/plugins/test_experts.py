@@ -14,6 +14,7 @@ from flyweight.checkpoint import formats
 from flyweight.checkpoint.writer import CheckpointWriter
 from flyweight.errors import UnsupportedError
 from flyweight.kernels import cpu
+from flyweight.kernels.dispatch import without_native
 from flyweight.plugins import experts
 from flyweight.plugins import vllm as plugin
 
@@ -25,9 +26,11 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    """Not in the 16 bits that some processors multiply faster; bounds here are of float32."""
+    """Not in fewer bits that some processors multiply faster; bounds here are of float32."""
     choose = cpu.choose
     monkeypatch.setattr(cpu, "choose", lambda tensor, *, exact: choose(tensor, exact=True))
+    with without_native():
+        yield
 
 
 def prepare(members):
