@@ -1,5 +1,6 @@
 """Steps all of whose layers leave room for another kernel on every SM, planned without a GPU."""
 
+import clean_process
 import pytest
 
 from flyweight.engine import ahead
@@ -13,8 +14,10 @@ from flyweight.kernels.dry_run import dry_run
 SIZES = (1, 2, 4, 8)
 
 
-def planned(preset, name="sm_90a"):
-    """By rows of a sequence: whether layers leave room, and their kernels."""
+def plan(preset, name):
+    """By rows of a sequence: whether layers leave room, and their kernels. For a process of its
+    own.
+    """
     found = {}
     with dry_run(GPUS[name]):
         decoder = ahead.load(preset, None)
@@ -32,6 +35,11 @@ def planned(preset, name="sm_90a"):
                     [(one.file, dict(one.defines)) for one in jit.wanted],
                 )
     return found
+
+
+def planned(preset, name="sm_90a"):
+    with clean_process.pool() as pool:
+        return pool.submit(plan, preset, name).result()
 
 
 def test_layers_that_were_measured_go_through_few_as_a_whole():
