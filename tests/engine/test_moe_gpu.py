@@ -8,7 +8,7 @@ from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import Rows
-from flyweight.kernels.linear import experts
+from flyweight.kernels.linear.experts import words
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 
@@ -64,8 +64,8 @@ def test_steps_have_the_same_bits_whoever_chooses_among_many_experts(monkeypatch
         pytest.skip("these experts are chosen by the route here")
     config = decoder.config
     ways = []
-    for least in (experts.MANY_EXPERTS, 1 << 30):
-        monkeypatch.setattr(experts, "MANY_EXPERTS", least)
+    for least in (words.MANY_EXPERTS, 1 << 30):
+        monkeypatch.setattr(words, "MANY_EXPERTS", least)
         caches = [KVStorage(*(torch.zeros(8, PAGE, config.kv_heads, config.head_dim, dtype=decoder.dtype, device=CUDA)
                               for _ in range(2))) for _ in range(config.layers)]
         rows = Rows(1, pages=2, vocabulary=config.vocab_size, device=CUDA)
@@ -80,7 +80,7 @@ def test_steps_have_the_same_bits_whoever_chooses_among_many_experts(monkeypatch
             rows.tokens[:], rows.lengths[:] = 3 + step * 7919 % 990, 1 + step % 24
             found.append([graphs.logits(1).clone() for _ in range(2)])
         assert all(torch.equal(found[0][0], one) for pair in found for one in pair), step
-    assert all((one.words.view(torch.int32) == -1).all() and int(one.ready) == 0 for one in grouped)
+    assert all((one.words.view(torch.int32) == -1).all() and int(one.router.ready) == 0 for one in grouped)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int4"])

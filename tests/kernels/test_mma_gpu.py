@@ -8,7 +8,8 @@ from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make,
 
 from flyweight import gpu
 from flyweight.kernels.linear import format, gemm_mma, tiles
-from flyweight.kernels.linear.experts import GroupedExperts, Routing, tile_rows
+from flyweight.kernels.linear.experts.grouped import GroupedExperts
+from flyweight.kernels.linear.experts.routing import Routing, tile_rows
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_mma import LINE, WHOLE
 

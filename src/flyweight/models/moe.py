@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels.linear.experts import GroupedExperts, Routing
+from flyweight.kernels.linear.experts.grouped import GroupedExperts
+from flyweight.kernels.linear.experts.routing import Routing
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.buffers import Buffers
 from flyweight.models.layers import Linear, Weights, load_tensor

@@ -28,6 +28,7 @@ def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     options = [
         "-std=gnu11",
         "-O0",
+        "-Werror",
         "-pthread",
         f"-I{library.SOURCES}",
         *flags,
@@ -45,6 +46,19 @@ def test_products_are_right_without_any_vectors(tmp_path: Path):
     program = compile_check(tmp_path, [*found.command], [])
     answer = subprocess.run([program], capture_output=True, text=True)
     assert (answer.returncode, answer.stdout) == (0, "plain C\n")
+
+
+@needs_compiler
+def test_every_source_compiles_without_a_warning():
+    """What one compiler warns of, a newer one refuses: a pointer of another type, since gcc 14."""
+    found = compiler.find_compiler()
+    assert found is not None
+    if found.is_zig:
+        pytest.skip("zig does not stop before it makes code")
+    sources = [str(path) for path in sorted(library.SOURCES.glob("*.c"))]
+    command = [*found.command, *compiler.COMMON, "-fsyntax-only", "-Werror", *sources]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
 
 
 def other_levels_of_this_processor() -> list[str]:
