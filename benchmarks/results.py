@@ -39,8 +39,9 @@ import documents
 import ranges
 import serving
 import table
-from covered import changed, code_of, commit_of, latest, missing, provenance
+from covered import changed, commit_of, latest, missing, provenance
 from pages import in_pages, names
+from ran import code_of
 
 from flyweight.commands.report import write
 from flyweight.report import performance
@@ -381,11 +382,11 @@ def unmarked(text: str, results: Results) -> list[str]:
         if match["older"] or name not in SHOWN:
             continue
         known, rows = SHOWN[name](results)
-        code = {path for row in rows for path in code_of(row)}
+        of_commits = {(commit_of(known, row), code_of(row, known.device(row))) for row in rows}
         now = {
-            changed(commit, sorted(code)) if commit else "of an unknown commit"
-            for commit in {commit_of(known, row) for row in rows}
-        } - {"the same"}
+            changed(commit, code) if commit or not code else "of an unknown commit"
+            for commit, code in of_commits
+        } - {"the same", "none of ours"}
         if now:
             found.append(
                 f"{name}: {'; '.join(sorted(now))}: measure it again, or call it <!-- "

@@ -133,8 +133,12 @@ piece() {
       flyweight sampled-serve 30 $sampled bench serve $q8:int4 "${drawn[@]}" --rate 8 --requests 48 --input 256 --output 128 --warm-up 2 \
         --no-samples
       flyweight sampled-throughput 30 $sampled bench throughput $q8:int4 "${drawn[@]}" --prompts 100 --repeats 1 --backend native ;;
-    long) for scheme in int4 w8a8 bf16; do for kind in model fp8 int8; do flyweight long-$scheme-$kind 60 options/long-contexts.jsonl \
-      bench latency $long:$scheme --kv-dtype $kind "${contexts[@]}" --repeats 1 --no-check --backend native; done; done ;;
+    long) for scheme in int4 w8a8 bf16; do for kind in model fp8 int8; do piece long-$scheme-$kind; done; done ;;
+    long-*) # long-SCHEME-KIND; 45 s where warm-long has compiled, half as long again where not: 44 to 50 kernels. The dear
+      # workload is 4k x 32, 15 s of it, then 16k x 8 and 64k x 1. A row is in the file as soon as it is measured.
+      [[ $1 =~ ^long-(int4|w8a8|bf16)-(model|fp8|int8)$ ]] || { echo "no piece $1"; return 1; }
+      flyweight $1 100 options/long-contexts.jsonl bench latency $long:${BASH_REMATCH[1]} --kv-dtype ${BASH_REMATCH[2]} \
+        "${contexts[@]}" --repeats 1 --no-check --backend native ;;
     families) take families/speed.jsonl; add families 300 "$root/benchmarks/families.py" speed "${speeds[@]}" --out families/speed.jsonl ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
@@ -152,6 +156,9 @@ piece() {
         vptq) for one in $first $second; do flyweight $1-$one 120 $file bench kernel --format vptq --shapes $one; done ;;
         *) echo "no piece $1"; return 1 ;;
       esac ;;
+    warm-long) # for long-*, as `warm`
+      for kind in model fp8 int8; do add warm-long-$kind 200 flyweight compile $long:{int4,w8a8,bf16} --kv-dtype $kind \
+        --steps 1,8,32 --passes 8192,14592,15616,16640; done ;;
     warm) # compiles what the others run, on all cores and without the GPU: beside tests, never beside a measurement
       for model in $q8:{vptq,int4,bf16,w8a8} $q4:{w8a16,w8a8,bf16,sparse-w8a16,sparse-w8a8}; do
         add "warm-${model#*:}" 200 flyweight compile $model --steps 1,8,32,64 --passes 128,256,1024,2048,8192,16384; done

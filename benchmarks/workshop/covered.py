@@ -2,8 +2,8 @@
 whether its code is still this.
 
 A row says in its environment which commit it ran. Where one thing was measured under two commits,
-only the rows of the later one count (`latest`); where files of PACKAGES changed between a row's
-commit and this one, the file is marked: its rows may be measured again, and nobody has to remember.
+only the rows of the later one count (`latest`); where files that a row ran (`ran.py`) changed
+between its commit and this one, it is marked: it may be measured again, and nobody has to remember.
 What ought to be there is EXPECTED, one line for each piece of measure.sh.
 """
 
@@ -15,37 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ran import code_of
+
 from flyweight.bench.workloads import LATENCY
 from flyweight.report.blocks import Block, Heading, Paragraph, Table
+from flyweight.report.figures import of_a_peer
 from flyweight.report.rows import Results, Row, identity
-
-FAST = ("src/flyweight/kernels", "src/flyweight/engine", "src/flyweight/models")
-PACKAGES = {  # bench → the code that its figures are of
-    "kernel": FAST[:1],
-    "latency": FAST,
-    "speed": FAST,
-    "throughput": FAST,
-    "profile": FAST,
-    "serve": (*FAST, "src/flyweight/server"),
-    "quality": ("src/flyweight/quant",),
-    "quantize": ("src/flyweight/quant",),
-    "sanitize": FAST[:1],
-    "prefill": FAST,
-    "agreement": FAST,
-    "ablation": FAST,
-    "adapters": FAST,
-    "sampling": FAST,
-}
-# a `quality` row with a check runs a quantized folder through the engine
-REAL_WEIGHTS = (*FAST, "src/flyweight/quant")
-
-
-def code_of(row: Row) -> tuple[str, ...]:
-    """The folders that the figures of a row are of."""
-    return (
-        REAL_WEIGHTS if row["bench"] == "quality" and row.get("check") else PACKAGES[row["bench"]]
-    )
-
 
 CELL = (
     "bench",
@@ -311,7 +286,10 @@ def latest(results: Results) -> Results:
 
 
 def changed(commit: str | None, paths: Iterable[str]) -> str:
-    """Which of these folders are not what they were at that commit."""
+    """Which folders of these pathspecs are not what they were at that commit."""
+    paths = list(paths)
+    if not paths:
+        return "none of ours"  # and git would compare everything
     if commit is None:
         return "unknown: these rows name no commit"
     name = commit.removesuffix("-dirty")
@@ -324,32 +302,43 @@ def changed(commit: str | None, paths: Iterable[str]) -> str:
     return f"changed: {', '.join(folders)}" if folders else "the same"
 
 
+LEDGER = ("Bench", "Model", "Engine or tool", "Rows", "last measured", "Commit")
+
+
+def maker_of(row: Row) -> str:
+    """The engine, tool or foreign kernel that a row is of."""
+    kernel = row.get("kernel") if of_a_peer(row) else None
+    tool = row.get("tool") if row["bench"] in ("quality", "quantize") else None
+    return str(row.get("backend") or tool or kernel or "native").partition(" ")[0]
+
+
 def provenance(results: Results) -> list[Block]:
-    """One line for each bench, model and commit: how old its rows are, and whether their code has
-    changed since.
+    """One line for each bench, model, engine and commit: how old its rows are, and whether their
+    code has changed since.
     """
-    found: dict[tuple[str, str, str | None, tuple[str, ...]], list[Row]] = {}
+    found: dict[tuple[str, str, str, str | None, tuple[str, ...]], list[Row]] = {}
     for row in results.rows:
-        key = (row["bench"], str(row.get("model") or "–"), commit_of(results, row), code_of(row))
+        names = (row["bench"], str(row.get("model") or "–"), maker_of(row))
+        key = (*names, commit_of(results, row), code_of(row, results.device(row)))
         found.setdefault(key, []).append(row)
     lines = [
         (
             bench,
             model,
+            maker,
             str(len(rows)),
             str(max(str(row["time"]) for row in rows))[:16].replace("T", " "),
             commit or "–",
             changed(commit, code),
         )
-        for (bench, model, commit, code), rows in found.items()
+        for (bench, model, maker, commit, code), rows in found.items()
     ]
     return [
         Heading("Of which code these rows are"),
         Paragraph(
-            "The last column: whether the code that a row's figures are of has changed since its "
-            "commit; a commit that ends in -dirty had changes of its own."
+            "The last column: whether files that the rows ran have changed since their commit. "
+            "Other engines' rows are of those engines, and of the file of ours that drives them. "
+            "A commit that ends in -dirty had changes of its own."
         ),
-        Table(
-            "", ("Bench", "Model", "Rows", "last measured", "Commit", "Its code now"), tuple(lines)
-        ),
+        Table("", (*LEDGER, "Its code now"), tuple(lines)),
     ]

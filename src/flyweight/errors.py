@@ -5,10 +5,8 @@ Each message says what is wrong, where, and what to do about it.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
 
 class FlyweightError(Exception):
@@ -41,18 +39,6 @@ class ResultError(FlyweightError):
 
 class MissingPackageError(FlyweightError):
     """An optional package is needed; the message holds the install command."""
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A full disk names no file: this does."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise ResourceError(
-            f"{path}: cannot be written ({reason}); make room, or choose another place"
-        ) from error
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

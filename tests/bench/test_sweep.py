@@ -10,6 +10,7 @@ from tiny_preset import CONFIG, add_tiny
 from flyweight import cli, machine
 from flyweight.backends import base
 from flyweight.bench.facts import Variant, comparable, facts_of
+from flyweight.bench.sweep import Sweep
 from flyweight.models import presets
 from flyweight.report.read import read
 from flyweight.report.rows import read_jsonl
@@ -100,6 +101,24 @@ def test_a_finished_row_is_never_run_twice(bench):
     bench.out.write_text("\n".join(lines[:-1]) + "\n")  # as if it had been cut off
     _, rows, _ = bench("latency", "preset:tiny:fp32", *SHAPE, "--repeats", 2, "--no-check")
     assert [row["repeat"] for row in rows] == [1, 2] and rows[0] == json.loads(lines[1])
+
+
+def test_a_row_is_in_the_file_before_the_next_workload_begins(bench, monkeypatch):
+    before = []
+    warm = Sweep.warm
+
+    def watched(self, case, workload):
+        before.append(bench.out.read_text().count("latency_s") if bench.out.exists() else 0)
+        if len(before) == 3:
+            raise KeyboardInterrupt
+        return warm(self, case, workload)
+
+    monkeypatch.setattr(Sweep, "warm", watched)
+    shapes = ("--input", 4, "--input", 6, "--input", 8, "--output", 3)
+    code, _, _ = bench("speed", "preset:tiny:fp32", *shapes, "--repeats", 1, "--no-check")
+    assert before == [0, 1, 2] and code == 130
+    rows = [json.loads(line) for line in bench.out.read_text().splitlines()]
+    assert [row.get("input") for row in rows] == [None, 4, 6], "of the run that was cut off"
 
 
 def test_random_weights_are_checked_against_themselves_dequantized(bench):

@@ -72,9 +72,31 @@ def test_every_piece_becomes_a_command_line_that_the_package_knows(tmp_path):
     stub.chmod(0o755)
     for tried in ("", "1"):
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out"), "TEXT": "text.txt", "TRY": tried}
-        pieces = ("all", "warm", "document-003", "document-004", "vllm-prefill", "cross-check", "options", "families")
+        pieces = ("all", "warm", "document-003", "document-004", "vllm-prefill", "cross-check", "options", "families", "warm-long")
         subprocess.run([root / "benchmarks/h200/measure.sh", *pieces], cwd=root, env=environment, check=True)
         check_lines((tmp_path / "plan").read_text().splitlines(), root)
+
+
+def planned(tmp_path, *pieces):
+    """Lines of the plan of these pieces, and what was printed where there is none."""
+    stub = tmp_path / "python3"
+    stub.write_text(f"#!/bin/sh\ncp \"$2\" {tmp_path}/plan\n")
+    stub.chmod(0o755)
+    root = COMMANDS.parents[2]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out")}
+    done = subprocess.run([root / "benchmarks/h200/measure.sh", *pieces], cwd=root, env=environment, capture_output=True, text=True)
+    return (tmp_path / "plan").read_text().splitlines() if done.returncode == 0 else done.stdout
+
+
+def test_long_contexts_are_measured_in_parts(tmp_path):
+    whole = planned(tmp_path, "long")
+    assert len(whole) == 9 and planned(tmp_path, "long-bf16-model") == [line for line in whole if line.startswith("long-bf16-model ")]
+    (line,) = planned(tmp_path, "long-w8a8-fp8")
+    words = shlex.split(line)
+    assert "preset:qwen3-8b-yarn:w8a8" in words and words[words.index("--kv-dtype") + 1] == "fp8"
+    assert words[words.index("-o") + 1] == "options/long-contexts.jsonl" and words.count("--workload") == 3
+    assert planned(tmp_path, "long-bf16") == "no piece long-bf16\n"
+    assert planned(tmp_path, "long-int3-model") == "no piece long-int3-model\n"
 
 
 def check_lines(lines, root):

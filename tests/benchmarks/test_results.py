@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,7 +31,6 @@ def results(tmp_path, monkeypatch):
     for before, after in changes:
         theirs = [line.replace(before, after) for line in theirs]
     Path("benchmarks/h200/vllm-0.33/models.jsonl").write_text("".join([*lines, *theirs]))
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: type("Done", (), {"returncode": 0, "stdout": ""}))  # git: the same code
     Path("docs").mkdir()
     Path("README.md").write_text("# By hand\n\n<!-- rows: headline -->\nold\n<!-- end -->\n"
                                  "<!-- rows: beside -->\n<!-- end -->\nby hand\n")
@@ -42,6 +42,8 @@ def results(tmp_path, monkeypatch):
     specification = importlib.util.spec_from_file_location("results_script", SCRIPT)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
+    git = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0, stdout=""))  # the same code
+    monkeypatch.setattr(module.sys.modules["covered"], "subprocess", git)
     return module
 
 

@@ -15,6 +15,9 @@ not added up.
 from __future__ import annotations
 
 import contextlib
+import errno
+import gzip
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ from torch.profiler import profile as torch_profile
 from flyweight.bench.rows import Row
 from flyweight.bench.timing import random_prompts, warm_up
 from flyweight.clock import clock
+from flyweight.saving import replacing, writing
 
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
@@ -256,5 +260,24 @@ def profile_model(
         recorded = profiler.record(phase, cold=cold)
         rows += [facts | row for row in rows_of(recorded, phase)]
         if folder:
-            recorded.export_chrome_trace(str(folder / f"{phase}.trace.json.gz"))
+            save_trace(recorded, folder / f"{phase}.trace.json.gz")
     return rows
+
+
+def save_trace(recorded: Any, path: Path) -> None:
+    """A Chrome trace, with its end: torch writes it in silence, however full the disk is."""
+    with writing(path), replacing(path) as half:
+        recorded.export_chrome_trace(str(half))
+        if not ends_as_json(half):
+            place = tempfile.gettempdir()
+            raise OSError(
+                errno.ENOSPC, f"it was cut off: {place}, where torch puts it first, is full"
+            )
+
+
+def ends_as_json(path: Path) -> bool:
+    end = b""
+    with gzip.open(path) as stream:
+        while part := stream.read(1 << 20):
+            end = (end + part)[-64:]
+    return end.rstrip().endswith(b"}")

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import uuid
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyweight.errors import ResultError, writing
+from flyweight.errors import ResultError
 from flyweight.report.rows import is_checked
+from flyweight.saving import write_text, writing
 
 if TYPE_CHECKING:
     import torch
@@ -80,11 +82,18 @@ class ResultFile:
         return list(read_one(self.path).rows)
 
     def append(self, rows: Iterable[Row]) -> None:
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                if row["bench"] != "environment":
-                    self.rows.append(row)
+        rows = list(rows)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        before = self.path.stat().st_size if self.path.is_file() else None
+        with writing(self.path, len(lines)):
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(lines)
+            except OSError:
+                if before is not None:  # no half row is left for whoever goes on
+                    os.truncate(self.path, before)
+                raise
+        self.rows += [row for row in rows if row["bench"] != "environment"]
 
     def add(self, environment: Row, row: Row) -> None:
         """One row, after that of its environment where it is the first of it."""
@@ -102,16 +111,13 @@ class ResultFile:
             for line in self.path.read_text(encoding="utf-8").split("\n")
             if line.strip()
         ]
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        with writing(self.path):
-            partial.write_text(
-                "".join(
-                    json.dumps(changed.get(row["run_id"], row), ensure_ascii=False) + "\n"
-                    for row in lines
-                ),
-                encoding="utf-8",
-            )
-            partial.replace(self.path)
+        write_text(
+            self.path,
+            "".join(
+                json.dumps(changed.get(row["run_id"], row), ensure_ascii=False) + "\n"
+                for row in lines
+            ),
+        )
 
     def finished(self, bench: str, **what: Any) -> list[Row]:
         """Rows of this measurement that need not be made again: what went well, or can never go."""

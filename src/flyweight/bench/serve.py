@@ -23,6 +23,7 @@ from flyweight.bench.rows import ResultFile, Row, make_row, rounded
 from flyweight.bench.serving import Objective, figures, find_max_rate, sample
 from flyweight.bench.timing import random_prompts, seed_from
 from flyweight.errors import OptionError
+from flyweight.saving import write_text
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,8 @@ class ServeBench:
             min(record.answer.arrival for record in records),
             self.file.path.with_suffix(".samples"),
         )
-        folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(sample(record, begin)) + "\n" for record in records]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_text(folder / f"{name}.jsonl", "".join(lines))
         return f"{folder.name}/{name}.jsonl"
 
     def drive(self, rate: float | None) -> list[Record]:

@@ -25,6 +25,7 @@ from flyweight.kernels import dispatch, tuned
 from flyweight.kernels.linear.choose import runnable
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.machine import device_name
+from flyweight.saving import write_text
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 1024, 4096)
 SHAPES = {"large": (24576, 4096), "small": (4096, 4096)}  # outputs, inputs
@@ -52,8 +53,7 @@ def tune(
     base = base_file(facts)
     text = render(base.read_text(encoding="utf-8"), facts, device_name(device), routes)
     path = tuned.local_folder() / f"{file_name(device_name(device), facts)}.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
     tuned.read(path)  # what cannot be read must not be left behind in silence
     tuned.forget()
     return path

@@ -25,7 +25,8 @@ from flyweight.checkpoint.gguf_families import FAMILIES, HEAD_NORMS, OUTER, PLAI
 from flyweight.checkpoint.gguf_shard import ROPE_FACTORS, heads_turned
 from flyweight.checkpoint.gguf_vocabulary import add_vocabulary
 from flyweight.checkpoint.reader import Checkpoint
-from flyweight.errors import MissingPackageError, OptionError, UnsupportedError, unknown, writing
+from flyweight.errors import MissingPackageError, OptionError, UnsupportedError, unknown
+from flyweight.saving import writing
 from flyweight.tensors import Plain, QuantTensor
 
 STORED = "stored"

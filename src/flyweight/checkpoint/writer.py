@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flyweight.checkpoint.folder import INDEX, SINGLE
 from flyweight.errors import OptionError, ResourceError
+from flyweight.saving import HINT, reason
 
 # Everything beside the weights that belongs to a model.
 CARRIED = (
@@ -107,7 +108,7 @@ class CheckpointWriter:
             return
         path = self._shard_path(len(self._shards))
         half = path.with_suffix(".tmp")
-        with self.writing(path.name):
+        with self.writing(path.name, needed=self._pending_bytes):
             # A clone for what shares memory (tied weights, slices of one tensor): the format stores
             # each once.
             save_file(_unshared(self._pending), half, metadata={"format": "pt"})
@@ -219,7 +220,7 @@ class CheckpointWriter:
         )
 
     @contextlib.contextmanager
-    def writing(self, what: str) -> Iterator[None]:
+    def writing(self, what: str, needed: int | None = None) -> Iterator[None]:
         """A full disk and its like are the user's to solve; nothing that was there
         before is lost.
         """
@@ -227,10 +228,12 @@ class CheckpointWriter:
             yield
         except (OSError, SafetensorError) as error:
             kept = "; finished shards are kept for --resume" if self._resume else ""
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            with contextlib.suppress(OSError):
+                for half in self.staging.glob("*.tmp"):
+                    half.unlink()
+            told = reason(error, self.target, needed)
             raise ResourceError(
-                f"{self.target}: cannot write {what} ({reason}){kept}; make room, or choose "
-                "another place"
+                f"{self.target}: cannot write {what} ({told}){kept}; {HINT}"
             ) from error
 
 

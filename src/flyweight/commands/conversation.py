@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flyweight.engine.request import SamplingParams
-from flyweight.errors import FlyweightError, OptionError, unknown, writing
+from flyweight.errors import FlyweightError, OptionError, unknown
+from flyweight.saving import write_text
 
 COMMANDS = {  # name → (arguments, what it does)
     "/help": ("", "show this"),
@@ -111,8 +112,7 @@ class Conversation:
         path = file_named(name, "/save")
         settings = {field: getattr(self.params, field) for field in SETTINGS}
         data = {"messages": self.messages, "settings": settings}
-        with writing(path):
-            path.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
         return f"{len(self.messages)} messages written to {path}"
 
     def do_load(self, name: str) -> str:

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from flyweight.errors import OptionError, writing
+from flyweight.errors import OptionError
+from flyweight.saving import writing
 
 
 def pull(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flyweight.errors import MissingPackageError, OptionError, unknown, writing
+from flyweight.errors import MissingPackageError, OptionError, unknown
+from flyweight.saving import write_text
 
 if TYPE_CHECKING:
     from flyweight.report.blocks import Block, Figure
@@ -107,9 +108,7 @@ def write(path: Path, blocks: Sequence[Block], *, title: str, draw: bool, pictur
     }
     if path.suffix not in formats:
         raise OptionError(f"--output {path}: {unknown('ending', path.suffix, formats)}")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(formats[path.suffix](), encoding="utf-8")
+    write_text(path, formats[path.suffix]())
 
 
 def drawer(path: Path, kind: str) -> Callable[[Figure], Path]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flyweight.errors import FlyweightError, MissingPackageError
 from flyweight.kernels import imitation
+from flyweight.saving import reason, replacing
 
 SOURCES = Path(__file__).parent / "cuda"
 
@@ -105,11 +106,30 @@ def compile_cubin(
         raise KernelError(
             f"{file} does not compile for {arch} with {' '.join(flags)}:\n{error}"
         ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file_beside:
-        file_beside.write(cubin)
-    os.replace(file_beside.name, path)
+    keep(path, cubin)
     return cubin
+
+
+def keep(path: Path, cubin: bytes) -> None:
+    """In the cache, where it can be written; else the next process compiles again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as half:
+            half.write_bytes(cubin)
+    except OSError as error:
+        if path.parent not in _unkept:
+            _unkept.add(path.parent)
+            warnings.warn(not_kept(path, reason(error, path, len(cubin))))
+
+
+_unkept: set[Path] = set()  # folders of which that was told
+
+
+def not_kept(path: Path, why: str) -> str:
+    return (
+        f"{path.parent}: compiled kernels cannot be kept there ({why}), so the next run compiles "
+        "them again; make room, or set FLYWEIGHT_CACHE to another folder"
+    )
 
 
 def _to_cubin(source: str, flags: Sequence[str], arch: str, registers: int | None) -> bytes:

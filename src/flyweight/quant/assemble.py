@@ -68,7 +68,8 @@ class Assembly:
                 "layers": layer_figures(self.finished),
                 "transforms": self.transforms(),
             }
-            write_json(writer.staging / NOTE, fingerprint | self.tuned() | made)
+            with writer.writing(NOTE):
+                write_json(writer.staging / NOTE, fingerprint | self.tuned() | made)
             writer.finish(config, source=getattr(self.source, "folder", None))
 
     def tuned(self) -> dict[str, Any]:

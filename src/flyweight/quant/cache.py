@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import ResourceError
+from flyweight.saving import reason
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ class ActivationCache:
         try:
             x.detach().cpu().contiguous().view(torch.uint8).numpy().tofile(path)
         except OSError as error:
+            told = reason(error, path, x.nbytes)
             raise ResourceError(
-                f"{path.parent}: cannot spill activations ({error}); free some disk, raise "
+                f"{path.parent}: cannot spill activations ({told}); free some disk, raise "
                 "--cache-gb or use fewer samples, then --resume"
             ) from error
 

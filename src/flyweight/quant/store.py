@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flyweight.errors import OptionError, ResourceError, writing
+from flyweight.errors import OptionError, ResourceError
 from flyweight.quant.identity import file_states
+from flyweight.saving import reason, replacing, writing
 from flyweight.tensors import KINDS, QuantTensor
 
 
@@ -87,7 +88,8 @@ class BlockStore:
         except Timeout:
             raise ResourceError(f"{output}: another process is making this model") from None
         except OSError as error:
-            raise ResourceError(f"{output}: cannot write there ({error})") from error
+            told = reason(error, self.folder)
+            raise ResourceError(f"{output}: cannot write there ({told})") from error
         note = self.folder / "run.json"
         fingerprint = fingerprint | {"weight files": file_states(files)}
         try:
@@ -163,9 +165,11 @@ class BlockStore:
             os.replace(half, self.path(name))
             self.verified.add(name)
         except (OSError, SafetensorError) as error:
+            half.unlink(missing_ok=True)
+            needed = sum(tensor.nbytes for tensor in tensors.values())
             raise ResourceError(
-                f"{self.folder}: cannot write {name} ({error}); finished blocks are kept: free "
-                "some disk and run again with --resume"
+                f"{self.folder}: cannot write {name} ({reason(error, half, needed)}); finished "
+                "blocks are kept: free some disk and run again with --resume"
             ) from error
 
     def load(self, name: str) -> FinishedBlock:
@@ -224,12 +228,10 @@ class BlockStore:
             self.verified.discard(path.stem)
 
     def _write_text(self, path: Path, text: str) -> None:
-        half = path.with_suffix(".half-text")
-        with writing(path):
+        with writing(path, len(text)), replacing(path) as half:
             half.write_text(text, encoding="utf-8")
             with half.open("rb+") as stream:
                 os.fsync(stream.fileno())
-            os.replace(half, path)
 
 
 def file_digest(path: Path) -> str:

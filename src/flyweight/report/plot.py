@@ -10,6 +10,7 @@ from typing import Any
 
 from flyweight.errors import MissingPackageError
 from flyweight.report.blocks import Figure
+from flyweight.saving import replacing, writing
 
 COLORS = ("#2a6fdb", "#e07b00", "#2c9a4b", "#c23b6b", "#7a52c7", "#0f9aa8", "#9a7b00", "#6b7280")
 # characters of a name, since what a backend was started with may be long; and of a line below a bar
@@ -47,8 +48,11 @@ def draw(figure: Figure, folder: Path, *, kind: str = "png", name: str | None = 
             bottom=0 if figure.kind in ("bars", "line") else None
         )
     path = folder / f"{name or file_name(figure)}.{kind}"
-    folder.mkdir(parents=True, exist_ok=True)
-    canvas.savefig(path, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    about = {"Date": None} if kind == "svg" else {"Software": None}
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as half:
+            canvas.savefig(half, dpi=120, metadata=about)
     return path
 
 

@@ -7,6 +7,8 @@ several processes can start at once.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,6 +16,7 @@ import os
 import platform
 import subprocess
 import tempfile
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from filelock import FileLock
 
 from flyweight.checkpoint.hub import cache_folder
 from flyweight.errors import FlyweightError
+from flyweight.kernels.compiler import not_kept
 from flyweight.kernels.native.compiler import (
     COMMON,
     Compiler,
@@ -28,6 +32,7 @@ from flyweight.kernels.native.compiler import (
     find_compiler,
     processor_flags,
 )
+from flyweight.saving import is_full, reason
 
 SOURCES = Path(__file__).parent / "source"
 
@@ -55,11 +60,35 @@ def build() -> Path:
     path = library_path(compiler, flags)
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        if not path.exists():
-            compile_library(compiler.command, flags, path)
-    return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                compile_library(compiler.command, flags, path)
+        return path
+    except (OSError, NativeError) as error:
+        if isinstance(error, NativeError) and not is_full(error):
+            raise  # it would not compile elsewhere either
+        made = build_elsewhere(compiler.command, flags, path.name)
+        if made is None:
+            raise
+        warnings.warn(not_kept(path, reason(error, path)))
+        return made
+
+
+def build_elsewhere(command: tuple[str, ...], flags: list[str], name: str) -> Path | None:
+    """For this process alone, where the cache has no room; None where there is none anywhere."""
+    for place in (None, "/dev/shm"):  # None: the system's temporary folder
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="flyweight-", dir=place)
+        except OSError:
+            continue
+        atexit.register(folder.cleanup)
+        with contextlib.suppress(OSError, NativeError):
+            compile_library(command, flags, Path(folder.name, name))
+            return Path(folder.name, name)
+        folder.cleanup()
+    return None
 
 
 def compile_library(command: tuple[str, ...], flags: list[str], path: Path) -> None:
