@@ -80,7 +80,8 @@ def test_openings_are_words_and_stand_behind_bos_where_texts_begin_with_it(model
     special = set(checkpoint.tokenizer().all_special_ids)
     assert all(len(prompt) == 1 and prompt[0] not in special for prompt in plain)
     assert len({prompt[0] for prompt in plain}) > 60
-    assert all(prompt[0] == 1 and len(prompt) == 2 for prompt in openings(checkpoint, 9, 0, like=[1, 1]))
+    behind = openings(checkpoint, 9, 0, like=[1, 1])
+    assert all(prompt[0] == 1 and len(prompt) == 2 for prompt in behind)
 
 
 def make(model, tmp_path, name, **keys):
