@@ -267,10 +267,11 @@ class Worker:
             recipe.load(Path(files[job.scheme])) if job.scheme in files else recipe.find(job.scheme)
         )
         if chosen.learn_steps and self.setting.learn_steps:
+            share = self.setting.learn_steps / chosen.learn_steps
             chosen = dataclasses.replace(
                 chosen,
                 learn_steps=self.setting.learn_steps,
-                tune_steps=min(chosen.tune_steps, self.setting.learn_steps),
+                tune_steps=round(share * chosen.tune_steps),
             )
         return chosen
 
@@ -593,7 +594,7 @@ def parse() -> argparse.Namespace:
         "--learn-steps",
         type=int,
         default=0,
-        help="another number of learning steps, for quick trials",
+        help="another number of learning steps, for quick trials; tuning's change with it",
     )
     parser.add_argument("--work", type=Path, help="where models are made; default: beside OUT")
     parser.add_argument("--keep", action="store_true", help="keep the models")
