@@ -117,7 +117,7 @@ def test_every_rival_is_a_scheme_that_someone_makes():
 
 def test_recipes_that_wait_to_be_measured_are_held_against_the_same_bits():
     found = {path.stem: recipe.load(path) for path in sorted(Path(run.__file__).parent.glob("recipes/*.toml"))}
-    assert len(found) == 6 and all(name in peers.RIVALS and ("flyweight", name) not in peers.RIVALS[name] for name in found)
+    assert len(found) == 11 and all(name in peers.RIVALS and ("flyweight", name) not in peers.RIVALS[name] for name in found)
     for name, one in found.items():
         assert str(one.layer.bits) in name and one.learn_steps and one.tune_steps
         assert all(str(one.layer.bits) in rival for _, rival in peers.RIVALS[name])
