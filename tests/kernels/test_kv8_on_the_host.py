@@ -18,7 +18,7 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.linear import gemv, whole_layers
+from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kv_format import FP8, INT8
@@ -186,7 +186,7 @@ def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     compare_with_apart(format, changes, lengths, before)
 
 
-def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True):
+def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True, beside=False):
     shape = replace(SHAPE, eight_bits=format is not None, **changes)
     head_dim = shape.head_dim
     torch.manual_seed(0)
@@ -218,6 +218,7 @@ def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True)
     workspace = Workspace.make(shape, rows, CPU, 2)
     decode_attention(apart, want, caches[0], places, layer=layer, workspace=workspace)
     boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU, chunk=rows)
+    layer = replace(layer, beside=beside)
     qkv.qkv_attention(linear, x, got, caches[1], places, layer=layer, norm=norm, mailboxes=boxes)
     for row in range(rows):
         if lengths[row]:
@@ -274,10 +275,8 @@ def test_rows_whose_x_stays_in_registers_leave_room(
     format, changes, lengths, before, together, monkeypatch
 ):
     monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
-    monkeypatch.setattr(qkv, "REGISTER_WARPS", {4: 8, 8: 8})
-    monkeypatch.setattr(whole_layers, "running", lambda: True)
     loaded = note_kernels(monkeypatch)
-    compare_with_apart(format, changes, lengths, before, inputs=1024, exact=False)
+    compare_with_apart(format, changes, lengths, before, inputs=1024, exact=False, beside=True)
     assert loaded[-1]["IN_REGISTERS"] == loaded[-1]["BESIDE"] == 1
 
 
