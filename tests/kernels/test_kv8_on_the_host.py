@@ -179,7 +179,19 @@ TWELVE = dict(heads=12, kv_heads=1)  # more query heads to a kv head than a prod
         (INT8, TWELVE | dict(sinks=True, soft_cap=3.0), [50, 3], None),
         (None, dict(gated=True, rotary=16), [50, 1], None),
     ],
-    ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8", "window", "sinks", "soft-cap", "twelve", "all", "gated"],
+    ids=[
+        "fp8",
+        "int8",
+        "16 bits",
+        "guesses",
+        "first guesses, int8",
+        "window",
+        "sinks",
+        "soft-cap",
+        "twelve",
+        "all",
+        "gated",
+    ],
 )
 def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one sequence."""
@@ -345,23 +357,34 @@ def test_prompts_write_codes_and_scales(monkeypatch, heads, kv_heads, size, rota
 def test_tokens_of_one_sequence_in_one_launch_read_each_other_as_they_are_stored():
     """Rows of guesses: codes and scales of the step's other tokens are made from qkv, as a launch each would have stored them."""
     torch.manual_seed(0)
-    shape, first, count, pages = replace(SHAPE, eight_bits=True), 45, 6, 4  # across a border of pages and of runs
+    shape, first, count, pages = (
+        replace(SHAPE, eight_bits=True),
+        45,
+        6,
+        4,
+    )  # across a border of pages and of runs
     tables = torch.randperm(pages).int()[None]
     angles = torch.rand(pages * shape.page, shape.rotary // 2) * 6
     qkv = torch.randn(count, shape.width).bfloat16()
-    layer = AttentionLayer(shape, shape.head_dim**-0.5, HeadNorms(*torch.ones(2, shape.head_dim).bfloat16(), 1e-6))
+    layer = AttentionLayer(
+        shape, shape.head_dim**-0.5, HeadNorms(*torch.ones(2, shape.head_dim).bfloat16(), 1e-6)
+    )
     older = torch.arange(first - 1)
     known = torch.randn(2, first - 1, shape.kv_heads, shape.head_dim).bfloat16()
     results = []
     for together in (False, True):
-        cache = KVStorage.zeros((pages, shape.page, shape.kv_heads, shape.head_dim), torch.bfloat16, CPU, INT8)
+        cache = KVStorage.zeros(
+            (pages, shape.page, shape.kv_heads, shape.head_dim), torch.bfloat16, CPU, INT8
+        )
         cache.write(*known, tables[0].long()[older // shape.page] * shape.page + older % shape.page)
         out = torch.zeros(count, shape.heads * shape.head_dim).bfloat16()
         for at in [slice(0, count)] if together else [slice(i, i + 1) for i in range(count)]:
             rows = range(count)[at]
             lengths = torch.tensor([first + i for i in rows], dtype=torch.int32)
             before = torch.tensor(list(rows), dtype=torch.int32) if together else None
-            places = Rows(rope_pairs(angles.cos(), angles.sin()), lengths, tables.repeat(len(rows), 1), before)
+            places = Rows(
+                rope_pairs(angles.cos(), angles.sin()), lengths, tables.repeat(len(rows), 1), before
+            )
             workspace = Workspace.make(shape, len(rows), CPU, 2)
             decode_attention(qkv[at], out[at], cache, places, layer=layer, workspace=workspace)
         results.append((out, cache))
