@@ -471,6 +471,7 @@ def options_of() -> argparse.Namespace:
         default=[3, 4, 5, 7],
         help="of the head in a step of an answer",
     )
+    parser.add_argument("--no-steps", dest="steps", action="store_false", help="only the answers")
     parser.add_argument(
         "--no-answers", dest="answers", action="store_false", help="no answers with guesses"
     )
@@ -508,12 +509,13 @@ def measure(model: str, options: argparse.Namespace) -> None:
         for row in whole_layers(decoder, options.context):
             print(json.dumps(facts | {"what": "whole_layers"} | row), flush=True)
         return
-    costs = step_costs(decoder, options.context, kernels=options.kernels)
-    ratios = {
-        f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3)
-        for count in (4, 8)
-    }
-    print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
+    if options.steps:
+        costs = step_costs(decoder, options.context, kernels=options.kernels)
+        ratios = {
+            f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3)
+            for count in (4, 8)
+        }
+        print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
     for row in trials(decoder, options.context, options.tries) if options.tries else ():
         print(json.dumps(row), flush=True)
     for row in many_answers(decoder) if options.many else ():
