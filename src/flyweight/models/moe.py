@@ -201,9 +201,10 @@ class Experts:
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
         adapters: Tensor | None = None,
+        beside: bool = False,
     ) -> Tensor:
         """residual + experts(norm(hidden)); rows of length 0 are padding. Experts have no adapters:
-        loading refuses them.
+        loading refuses them. Nor do their kernels leave others room.
         """
         if (
             self.grouped is not None
