@@ -276,7 +276,13 @@ class Repeats:
     def propose(self, requests, most):
         return {request.number: request.tokens[-1:] * most[request.number] for request in requests}
 
+    def release(self, request: Request) -> None:
+        pass
+
     def observe(self, request, drafts, accepted) -> None:
+        pass
+
+    def learn(self, works, seconds) -> None:
         pass
 
     def forget(self, request) -> None:
