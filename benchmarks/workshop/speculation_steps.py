@@ -32,13 +32,13 @@ from flyweight.engine.loading import choose_dtype, open_model
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter, tap
 from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.work import Work
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads import eagle3
 from flyweight.models.heads.head import bits_of

@@ -41,7 +41,6 @@ from flyweight.engine.prompts import (
     params_of_each,
 )
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
-from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.head import HeadDrafter
 from flyweight.engine.speculation.loading import (
     Target,
@@ -53,6 +52,7 @@ from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.speculator import speculator_of
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
+from flyweight.engine.work import long_prompts
 from flyweight.errors import OptionError
 from flyweight.kernels.linear.prompts import check_prompt_dtype
 from flyweight.models.adapters import Adapters
