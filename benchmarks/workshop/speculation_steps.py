@@ -40,13 +40,13 @@ from flyweight.engine.loading import choose_dtype, open_model
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter, tap
 from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.work import Work
 from flyweight.kernels import jit, precompile
 from flyweight.kernels.dry_run import dry_run
 from flyweight.models.decoder import Decoder

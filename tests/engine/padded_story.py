@@ -9,7 +9,7 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Padding, pack, padded_tokens
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.models.decoder import Decoder
 
 

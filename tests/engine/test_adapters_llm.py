@@ -117,6 +117,6 @@ def test_padded_passes_read_slots_from_their_fixed_place(tiny, tmp_path):
 
 
 def story_work(request):
-    from flyweight.engine.scheduler import Work
+    from flyweight.engine.work import Work
 
     return Work(request, request.computed, 3, samples=True)

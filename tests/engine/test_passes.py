@@ -16,7 +16,7 @@ from padded_story import Story, request_of
 
 from flyweight.engine import passes
 from flyweight.engine.packed import PART_SIZES, SIZES, padded_tokens
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.gpu import GPUS
 from flyweight.kernels import dispatch
 from flyweight.kernels.linear import gemm

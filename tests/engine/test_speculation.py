@@ -7,7 +7,7 @@ from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alo
 
 from flyweight import LLM, SamplingParams
 from flyweight.engine.request import Chunk, Constraint, Request
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
 from flyweight.engine.speculation.lookup import LookupFirst

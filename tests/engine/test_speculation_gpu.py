@@ -8,7 +8,7 @@ from flyweight.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.request import Request
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.engine.speculation.lengths import Fixed
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows

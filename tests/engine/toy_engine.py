@@ -17,7 +17,7 @@ from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
 from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import Mode, mix
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.engine.speculation.shared_rows import SharedRows
 
 VOCABULARY = 97
