@@ -430,13 +430,13 @@ def files(pattern: str) -> list[Path]:
     ]
 
 
-def write_pages(results: Results) -> None:
+def write_pages(results: Results, docs: Path = DOCS) -> None:
     """h200.md and the pages that it lists."""
     view = View(results)
     parts = {name: without_runs(SECTIONS[name](view)) for name in SECTIONS}
     parts["ranges"] = ranges.spread(ranges.read())
     parts["provenance"] = provenance(results)
-    folder = DOCS / "h200"
+    folder = docs / "h200"
     shutil.rmtree(folder, ignore_errors=True)
     listed = []
     for name, blocks in parts.items():
@@ -452,7 +452,7 @@ def write_pages(results: Results) -> None:
         Items(tuple(listed)),
         *([notes] if results.notes else []),
     ]
-    write(DOCS / "h200.md", [*opening, *missing(results)], title="", draw=False, pictures="png")
+    write(docs / "h200.md", [*opening, *missing(results)], title="", draw=False, pictures="png")
 
 
 def write_documents(folder: Path) -> None:

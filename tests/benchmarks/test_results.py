@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,12 +172,20 @@ def test_linears_stand_beside_others_kernels_by_rows(results):
     assert table.rows == (("w4a16", "Flyweight", "2.00 – 4.00", "0.80 – 0.80"), ("w4a16", "vllm.marlin", "1.25 – 1.25", "–"))
 
 
-def test_the_documents_of_this_repository_say_what_its_rows_say(monkeypatch):
+def test_the_documents_of_this_repository_say_what_its_rows_say(monkeypatch, tmp_path):
     monkeypatch.chdir(SCRIPT.parents[1])
     specification = importlib.util.spec_from_file_location("results_of_this_repository", SCRIPT)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert module.differing(module.latest(module.read(module.files("*.jsonl")))) == [], "make results"
+    monkeypatch.setattr("flyweight.report.plot.draw", lambda figure, folder, *, kind, name: folder / f"{name}.{kind}")
+    module.write_pages(module.latest(module.read(module.files("*.jsonl"))), tmp_path)
+    of_today = {"provenance.md"}  # what has changed since depends on the newest commit
+    for page in (*tmp_path.glob("*.md"), *tmp_path.glob("h200/*.md")):
+        there = Path("docs/results", page.relative_to(tmp_path))
+        assert page.name in of_today or page.read_text() == there.read_text(), f"{there}: make results"
+        for link in re.findall(r"\]\(([^)#]+)\)", there.read_text()):
+            assert link.startswith("http") or (there.parent / link).exists(), (there, link)
     serving = module.sys.modules["serving"]
     assert set(module.BLOCKS) == set(module.SHOWN) | set(serving.BLOCKS), "which code are its rows of?"
     most = module.sys.modules["pages"].LIMIT + 1_000

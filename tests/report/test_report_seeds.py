@@ -196,3 +196,11 @@ def test_variants_that_are_the_same_at_run_time_share_a_place():
     assert found == {"w8a8_smooth_gptq** = **w8a8_smooth_ptq": 750.0, "w8a16_awq": 722.0}
     real = [one | {"checkpoint": str(i)} for i, one in enumerate(ours)]
     assert share_places(real, "decode_tok_s") == real, "real weights of two methods are two models"
+
+
+def test_names_of_kernels_are_cut_as_torch_cuts_them():
+    from flyweight.report.document import operator_text
+
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)"
+    assert operator_text(name) == "at::native::vectorized_elementwise_kernel<4, at::nat..."
+    assert len(operator_text(name)) == 55 and operator_text("aten::mm") == "aten::mm"

@@ -18,6 +18,7 @@ from flyweight.report.view import View, split
 
 # the dtype of torch's own linear beside a kernel, unless bf16
 TORCH_NAMES = {"float16": "fp16", "float32": "fp32"}
+NAME_WIDTH = 55  # of an operator
 
 
 def kernel(view: View) -> list[Block]:
@@ -156,10 +157,16 @@ def profile(view: View) -> list[Block]:
     return [Heading("Profiling"), *blocks, *figures.layer_times(found)] if blocks else []
 
 
+def operator_text(name: str) -> str:
+    """As torch's own tables have it: a kernel's templates can be 700 characters; rows keep them."""
+    name = name.removeprefix("void ")
+    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 3]}..."
+
+
 def operator_record(rows: Sequence[Row]) -> Record:
     """The host row and the device row of one operator, side by side."""
     record: Record = {
-        "operator": rows[0]["operator"],
+        "operator": operator_text(rows[0]["operator"]),
         "phase": rows[0].get("phase"),
         "calls": max(row["calls"] for row in rows),
         "device_self_us": 0.0,
