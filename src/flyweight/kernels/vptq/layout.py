@@ -210,7 +210,7 @@ def stream(
         doubled = form.main > main_bits
         count = form.banks
         banks = main % count | (rotated(main) if doubled else main) % count << 4
-        meeting = ()
+        meeting: tuple[Tensor, ...] = ()
         if form.residual and residual_copies < BANKS and not form.own:
             copy = torch.arange(32, device=device)[:, None] % residual_copies
             meeting = (((extra * residual_copies + copy) % BANKS).to(torch.uint8),)
