@@ -214,7 +214,7 @@ def worth_evening(parts: Parts, device: Gpu, share: int = 1) -> bool:
     if device.has_dependent_launch:
         return False
     blocks = tuple(part.row_blocks for part in parts)
-    count = device.processors // share
+    count = max(1, device.processors // share)
     shares = [b / c for b, c in zip(blocks, share_out(blocks, count), strict=True)]
     idle = max(map(math.ceil, shares)) - sum(blocks) / min(count, sum(blocks))
     return idle * parts[0].chunks >= EVENED_CHUNKS
