@@ -24,7 +24,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from trials import Constants, assignments
 from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.bench.environment import commit
-from flyweight.engine import ahead, runner
+from flyweight.engine import ahead, flight
 from flyweight.engine.core import Engine
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.loading import choose_dtype, open_model
@@ -259,34 +259,21 @@ def layers_of(names: list[str]) -> tuple[int, int, int]:
     return 0, 0, 1
 
 
-class Repeats:
+class Repeats(Drafter):
     """Guesses that the last token is repeated: a drafter that costs nothing."""
 
     guesses_ahead = False
 
-    def warm_up(self) -> None:
-        pass
-
     def promising(self, request: Request) -> bool:
         return True
 
-    def guesses_unread(self, works) -> bool:
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
         return False
 
-    def propose(self, requests, most):
+    def propose(
+        self, requests: Sequence[Request], most: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
         return {request.number: request.tokens[-1:] * most[request.number] for request in requests}
-
-    def release(self, request: Request) -> None:
-        pass
-
-    def observe(self, request, drafts, accepted) -> None:
-        pass
-
-    def learn(self, works, seconds) -> None:
-        pass
-
-    def forget(self, request) -> None:
-        pass
 
 
 def speed(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
@@ -363,7 +350,7 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
     ).tolist()
     yield {"guesses": 0, "tok_s": round(speed(engine, prompt)[0], 1)}
     forced = itertools.cycle((2, 3))  # accepted, so that a step gives 3.5 tokens
-    runner.count_accepted = lambda drafts, *_: min(len(drafts), next(forced))
+    flight.count_accepted = lambda drafts, *_: min(len(drafts), next(forced))
     for guesses in (3, 7):
         yield forced_row(engine, prompt, Repeats(), guesses) | {"drafter": "costs nothing"}
     head = eagle3.load(eagle3.RandomHead(decoder), decoder, bits=bits_of(decoder))

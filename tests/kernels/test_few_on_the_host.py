@@ -137,9 +137,6 @@ def test_linears_of_any_model_fit_beside_each_other(hidden, inner, name):
     for rows, shape in itertools.product((4, 8), ((hidden, hidden), (2 * inner, hidden), (hidden, inner))):
         matrix = Matrix(FORMATS["int4"], *shape, 128)
         chosen = gemv_cluster.choose(matrix, rows, device, beside=True)
-        if rows == 4 and shape[0] < 8 * device.processors:
-            assert chosen is None, "some clusters would have no outputs, and few rows are done sooner elsewhere"
-            continue
         assert chosen is not None and chosen.warps % chosen.team == 0 and 2 <= chosen.warps <= gemv_cluster.MOST_WARPS
         assert 0 <= chosen.late < chosen.stages <= gemv_cluster.MOST_STAGES
         turns = math.ceil(math.ceil(shape[1] / 256) / chosen.warps)

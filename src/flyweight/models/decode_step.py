@@ -50,9 +50,11 @@ from flyweight.models.mlp import GatedMlp
 from flyweight.models.rope import RopeTables
 from flyweight.models.standard import plan_of
 
-# Rows from which on kernels of a layer are asked to leave each other room: x of fewer is converted
-# soon enough where each takes the inputs of a tile whole
+# Rows, and inputs of all of them together, from which on kernels of a layer are asked to leave each
+# other room: fewer are converted soon enough in kernels that take the inputs of a tile whole
+# (`whole_layers` in benchmarks/workshop/speculation-h200.jsonl)
 FEWEST_BESIDE = 3
+FEWEST_INPUTS = 4096
 
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
@@ -181,7 +183,10 @@ class DecodeAttention:
         """Whether all kernels of all layers leave room for another one (`FusedLinear.leaves_room`).
         They are asked together: in one layer that cannot, the CTAs of all others gather.
         """
-        if self.separate is not None or self.adapters is not None or self.size < FEWEST_BESIDE:
+        if self.separate is not None or self.adapters is not None:
+            return False
+        inputs = self.size * blocks[0].plan.hidden_size
+        if self.size < FEWEST_BESIDE or inputs < FEWEST_INPUTS:
             return False
         device = gpu.of(self.buffers.device)
         return all(

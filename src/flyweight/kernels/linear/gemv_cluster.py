@@ -27,9 +27,6 @@ CLUSTER = 2
 # more fit beside another kernel
 LEAST_WARPS = 8
 MOST_WARPS = 16
-# Rows from which on outputs that do not give every cluster a tile may go this way, beside other
-# kernels: of fewer rows a CTA with all inputs of a tile is sooner done (rows `whole_layers`)
-ROWS_OF_FEW_OUTPUTS = 5
 MOST_STAGES = 15  # a barrier of the hardware for each
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
@@ -77,13 +74,13 @@ def warps_for(matrix: Matrix, teams: int, *, beside: bool) -> int:
 @functools.cache
 def choose(matrix: Matrix, rows: int, device: Gpu, *, beside: bool = False) -> Choice | None:
     """None where inputs or outputs are no whole groups and tiles, or too many for one kernel beside
-    another; not `beside` also where inputs do not come out even. Few outputs only `beside`.
+    another; not `beside` also where inputs do not come out even, or outputs are few.
     """
     outputs = matrix.out_features
     quantized = matrix.format.quantizes_input
     clusters = device.processors // CLUSTER
-    pays = outputs >= 16 * clusters or (beside and rows >= ROWS_OF_FEW_OUTPUTS)
-    if matrix.in_features % 128 or outputs % 16 or not pays:
+    few = outputs < 16 * clusters and not beside
+    if matrix.in_features % 128 or outputs % 16 or few:
         return None
     sets = math.ceil(rows / 8)
     tiles = math.ceil(outputs / 16 / clusters)

@@ -33,7 +33,8 @@ HALF_ITEMS = MILLION // 2
 CROWDED_ITEMS = 2 * MILLION
 # the same two borders where older GPUs overlap launches (dependent_launch.py)
 HALF_ITEMS_BY_COUNTERS = MILLION
-CROWDED_ITEMS_BY_COUNTERS = 2 * MILLION
+# by copies of the residual book, of which lookups meet in the fewer banks the fewer there are
+CROWDED_ITEMS_BY_COUNTERS = {4: 2 * MILLION, 2: 2 * MILLION, 1: MILLION}
 # from here a second copy of a codebook up to 4096 entries pays for its staging
 DOUBLED_ITEMS = 6 * MILLION
 # so few of so small a weight that fewer warps are faster before Hopper
@@ -86,6 +87,7 @@ def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> l
     alone = rows == 1 and plain and len(parts) == 1
     staged_ahead = device.has_dependent_launch  # while the launch before ends
     by_counters = not staged_ahead and dependent_launch.enabled  # the same, on older GPUs
+    small = items <= HALF_ITEMS and layout.chunks <= FEW_CHUNKS
     table = [
         (
             alone and layout.dense is None and items <= DIRECT_ITEMS,
@@ -99,10 +101,10 @@ def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> l
         (staged_ahead and plain and items <= HALF_ITEMS, Launch("staged", share=2)),
         *(
             (
-                by_counters and rows == 1 and items <= CROWDED_ITEMS_BY_COUNTERS,
-                Launch("staged", resident=2, copies=copies),
+                by_counters and rows == 1 and items <= most,
+                Launch("staged", resident=2, copies=copies, warps=8 if small else 16),
             )
-            for copies in (4, 2, 1)
+            for copies, most in CROWDED_ITEMS_BY_COUNTERS.items()
         ),
         *(
             (
@@ -111,14 +113,11 @@ def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> l
             )
             for copies in (8, 4, 2, 1)
         ),
-        (
-            not staged_ahead and items <= HALF_ITEMS and layout.chunks <= FEW_CHUNKS,
-            Launch("staged", warps=8),
-        ),
+        (not staged_ahead and small, Launch("staged", warps=8)),
     ]
-    small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
-        return small + [Launch("bytes", copies=copies) for copies in BYTE_COPIES]
+        smallest = [launch for fits, launch in table[:1] if fits]
+        return smallest + [Launch("bytes", copies=copies) for copies in BYTE_COPIES]
     return [launch for fits, launch in table if fits] + [
         Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
     ]
@@ -214,7 +213,7 @@ def worth_evening(parts: Parts, device: Gpu, share: int = 1) -> bool:
     if device.has_dependent_launch:
         return False
     blocks = tuple(part.row_blocks for part in parts)
-    count = device.processors // share
+    count = max(1, device.processors // share)
     shares = [b / c for b, c in zip(blocks, share_out(blocks, count), strict=True)]
     idle = max(map(math.ceil, shares)) - sum(blocks) / min(count, sum(blocks))
     return idle * parts[0].chunks >= EVENED_CHUNKS
