@@ -17,7 +17,10 @@ from flyweight.tensors import Int8Channel, IntGroup, Plain
 def test_stacked_experts_follow_each_other_tile_by_tile(kind):
     tensors = [kind.random((64, 128), seed) for seed in range(3)]
     alone = [tiles.prepare(tensor, dtype=torch.bfloat16, activation="silu") for tensor in tensors]
-    linears = [TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, activation="silu") for tensor in tensors]
+    linears = [
+        TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, activation="silu")
+        for tensor in tensors
+    ]
     stacked = stack(linears)
     assert stacked.out_features == 64 and stacked.weights.shape[0] == 3
     for i, linear in enumerate(linears):
@@ -26,7 +29,9 @@ def test_stacked_experts_follow_each_other_tile_by_tile(kind):
             assert (one is None) == (whole is None)
             if one is not None:
                 assert torch.equal(whole[i], one)
-                assert getattr(linear.weight, name).data_ptr() == whole[i].data_ptr(), "a second copy"
+                assert getattr(linear.weight, name).data_ptr() == whole[i].data_ptr(), (
+                    "a second copy"
+                )
 
 
 def test_experts_of_several_schemes_are_not_stacked():
@@ -34,12 +39,16 @@ def test_experts_of_several_schemes_are_not_stacked():
     linears = [TiledLinear(tensor, dtype=torch.bfloat16, ops=reference) for tensor in tensors]
     device = GPUS["sm_90a"]
     assert "more than one scheme" in unsupported_reason(linears, device)
-    assert "no kernel" in unsupported_reason([linears[0], TorchLinear(torch.relu, ops=reference)], device)
+    assert "no kernel" in unsupported_reason(
+        [linears[0], TorchLinear(torch.relu, ops=reference)], device
+    )
     assert unsupported_reason(linears[:1], device) is None
 
 
 @pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("tensor", [Plain.random((64, 128)), Int8Channel.random((64, 128)), IntGroup.random((64, 128))])
+@pytest.mark.parametrize(
+    "tensor", [Plain.random((64, 128)), Int8Channel.random((64, 128)), IntGroup.random((64, 128))]
+)
 def test_experts_are_grouped_on_every_gpu(tensor, name):
     linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
     assert unsupported_reason([linear], GPUS[name]) is None

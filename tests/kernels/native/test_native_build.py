@@ -27,12 +27,12 @@ def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
     options = [
         "-std=gnu11",
-        "-O0",
+        "-O0",  # optimizing would take longer than running
         "-Werror",
         "-pthread",
         f"-I{library.SOURCES}",
         *flags,
-    ]  # optimizing would take longer than running
+    ]
     subprocess.run(
         [*command, *options, *sources, "-o", str(program), "-lm"], check=True, capture_output=True
     )
@@ -221,5 +221,7 @@ def test_the_second_process_finds_the_library_of_the_first(monkeypatch):
 )
 def test_the_kernels_use_the_vectors_of_this_processor():
     features = compiler.cpu_features()
-    expected = "plain C" if not processor_flags(platform.machine(), features) else ("neon", "sve", "avx")
+    expected = (
+        "plain C" if not processor_flags(platform.machine(), features) else ("neon", "sve", "avx")
+    )
     assert library.load().instructions().decode().startswith(expected)
