@@ -88,3 +88,16 @@ def test_the_dockerfile_copies_what_there_is_and_runs_a_version_that_is_tested()
         "cpu",
         "cuda",
     }
+
+
+def test_every_extra_that_a_text_names_is_there():
+    known = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    )
+    named = {}
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]:
+        for extras in re.findall(
+            r"(?:flyweight|\"\.)\[([a-z,-]+)\]", path.read_text(encoding="utf-8")
+        ):
+            named |= dict.fromkeys(extras.split(","), path.name)
+    assert {"all", "cpu"} <= set(named) and not set(named) - known, named

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +173,12 @@ def by_name(name: str) -> Gpu:
     architecture, _, processors = name.partition(":")
     if architecture not in GPUS or not processors.isdigit() or int(processors) < 1:
         known = [*GPUS, *(f"{one}:N" for one in ("sm_80", "sm_89"))]
+        number = re.match(r"sm_(\d\d)", name)
+        if number and int(number[1]) < 80:
+            raise OptionError(
+                f"{name} is older than Ampere (sm_80), the first GPUs that the kernels are for; "
+                "`--device cpu` works without one"
+            )
         raise OptionError(unknown("architecture", name, known))
     return dataclasses.replace(GPUS[architecture], multi_processor_count=int(processors))
 

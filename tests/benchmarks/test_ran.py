@@ -182,10 +182,19 @@ def test_every_bench_has_code_that_its_figures_are_of():
     assert set(ran.PACKAGES) == set(REQUIRED) - {"environment"}
 
 
-@pytest.mark.parametrize("model", ["preset:tiny:int4", "preset:tiny-moe:w8a8"])
-def test_nothing_that_is_left_out_is_called_for_a_gpu(model):
-    row = latency(model="qwen3-8b", scheme=model.rpartition(":")[2])
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        ("preset:tiny:int4", "smollm2-135m"),
+        ("preset:tiny-moe:w8a8", "smollm2-135m"),
+        ("preset:qwen3-8b:int4", "qwen3-8b"),
+        ("preset:qwen3-4b:bf16", "qwen3-4b"),
+    ],
+)
+def test_nothing_that_is_left_out_is_called_for_a_gpu(model, name):
+    row = latency(model=name, scheme=model.rpartition(":")[2])
     left = ran.left_out(row, H200)
+    assert (ran.OF_ODD_SHAPES[0] in left) == (name in ran.EVEN)
     assert set(ran.ON_A_CPU) | set(ran.OF_VPTQ) | set(ran.OF_FAMILIES) <= set(left)
     with clean_process.pool() as pool:
         called, sources = pool.submit(traced_dry_run.files_called, model).result()

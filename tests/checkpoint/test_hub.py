@@ -140,10 +140,22 @@ def test_what_is_not_a_model_is_told_apart(name, kind, message):
         hub.resolve(name)
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path):
-    (tmp_path / "weights.bin").write_text("")
-    with pytest.raises(UnsupportedError, match=r"weights\.bin.*\.gguf"):
-        hub.resolve(tmp_path / "weights.bin")
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("weights.onnx", UnsupportedError, r"weights\.onnx: a model is a folder or a \.gguf file$"),
+        ("model.safetensors", UnsupportedError, r"or a \.gguf file; name its folder, /"),
+        *(
+            (f"model{ending}", CheckpointError, r"pickle files.*run code.*save_pretrained")
+            for ending in (".bin", ".pt", ".pth", ".ckpt")
+        ),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_and_never_opened(tmp_path, name, kind, message):
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    (tmp_path / name).chmod(0)
+    with pytest.raises(kind, match=message):
+        hub.resolve(tmp_path / name)
 
 
 # -- the hub, from its cache: these tests are offline ----------------------------------------------

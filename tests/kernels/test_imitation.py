@@ -119,3 +119,11 @@ def test_blocks_at_once_are_bound_by_threads_memory_and_registers():
     assert one.resident(GPUS["sm_80"]) == 2 * 108
     assert imitation.Launched("x", 10, 256, 40 << 10, 1, 32).resident(small) == 20
     assert imitation.Launched("x", 10, 256, 0, 1, 255).resident(small) == 10
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    ("sm_75", "sm_75 is older than Ampere"), ("sm_70:80", "older than Ampere"), ("sm_91a", "did you mean 'sm_90a'"), ("sm_80:no", "sm_80:N"),
+])
+def test_a_gpu_that_is_not_known_is_refused_with_the_reason(name, told):
+    with pytest.raises(OptionError, match=told):
+        gpu.by_name(name)

@@ -302,6 +302,18 @@ def test_mixed_precision_and_the_head_by_choice(model, text, tmp_path):
     Decoder.load(made, device="cpu", dtype=torch.float32)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_no_number_is_named_and_nothing_is_left(text, tmp_path, value):
+    folder = make_tiny_model(tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for scheme in ("rtn-int4", "gptq-int4", "w8a8-smooth"):
+        with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj.*NaN or infinity"):
+            make(folder, text, tmp_path / "out", scheme)
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
 def test_a_full_disk_keeps_the_finished_blocks(model, text, tmp_path, monkeypatch):
     calls, save = [], store.save_file
 

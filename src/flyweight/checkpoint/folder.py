@@ -59,17 +59,17 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{lost}: the file that it leads to is gone; put it back, or delete {folder}"
             )
         return files
-    pickles = sorted(
-        path.name
-        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
-        for path in folder.glob(pattern)
-    )
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickles:
-        raise CheckpointError(
-            f"{folder}: only pickle files ({pickles[0]}), which can run code when opened, so they "
-            "are never read; convert them: transformers' `save_pretrained` writes safetensors"
-        )
+        raise CheckpointError(f"{folder}: only pickle files ({pickles[0]}), {NEVER_READ}")
     raise CheckpointError(f"{folder}: no safetensors files")
+
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+NEVER_READ = (
+    "which can run code when opened, so they are never read; convert them: transformers' "
+    "`save_pretrained` writes safetensors"
+)
 
 
 def read_index(folder: Path) -> dict[str, str]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console
 
+from flyweight.checkpoint.folder import NEVER_READ, PICKLES
 from flyweight.errors import (
     CheckpointError,
     FlyweightError,
@@ -136,8 +137,11 @@ def only_model(folder: Path, names: Sequence[str]) -> Path:
 
 
 def _from_gguf(path: Path, dtype: str | None) -> Path:
+    if path.suffix in PICKLES:
+        raise CheckpointError(f"{path}: one of the pickle files, {NEVER_READ}")
     if path.suffix != ".gguf":
-        raise UnsupportedError(f"{path}: a model is a folder or a .gguf file")
+        here = f"; name its folder, {path.parent}" if path.suffix == ".safetensors" else ""
+        raise UnsupportedError(f"{path}: a model is a folder or a .gguf file{here}")
     facts = path.stat()
     digest = hashlib.sha256(
         f"{path.absolute()} {facts.st_size} {facts.st_mtime_ns}".encode()

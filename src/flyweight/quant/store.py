@@ -196,8 +196,9 @@ class BlockStore:
         return FinishedBlock(linears, others, notes["report"])
 
     def close(self, *, remove: bool) -> None:
+        """`remove`: nobody goes on from here; nor does anybody where no block was finished."""
         self.lock.release()
-        if remove:
+        if remove or not any(self.folder.glob("*.safetensors")):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _digest_path(self, name: str) -> Path:

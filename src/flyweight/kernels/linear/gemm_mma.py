@@ -121,8 +121,12 @@ def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -
 def aligned(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> int:
     """So many thread blocks that each has a part of one tile only, where the longest part is no
     longer than with all of them; 0 where there is no such number. Fewer hand sums over for a tile,
-    and their owner asks for them one after the other.
+    and their owner asks for them one after the other. Where the next kernel begins on the
+    multiprocessors that are free it is all of them: it would begin on those without a part, and
+    not spread over all.
     """
+    if cut.tile.beside:
+        return 0
     slots = cut.grid(device.processors)
     tiles = math.ceil(matrix.out_features / cut.tile.outputs) * math.ceil(rows / cut.tile.tokens)
     each = slots // tiles  # of a tile
