@@ -52,7 +52,7 @@ from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
 from flyweight.kernels import dependent_launch, reference
 from flyweight.kernels.attention import torch_runs
-from flyweight.kernels.linear import experts
+from flyweight.kernels.linear.experts import few
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.machine import copy_bandwidth, device_name
 from flyweight.models.decode_step import unsupported_reason
@@ -414,7 +414,7 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
     steps = llm.engine.runner.steps
     assert isinstance(steps, DecodeGraphs)
     row = dict(kind="family variants", preset=name.partition("@")[0], layers=llm.config.layers)
-    sum_plan = experts.sum_plan
+    sum_plan = few.sum_plan
     linears = [block.qkv.fused for block in llm.decoder.blocks]
     weights = {one: one.weight for one in linears if isinstance(one, TiledLinear)}
 
@@ -423,7 +423,7 @@ def variants(name: str, llm: LLM) -> dict[str, Any]:
         for one, weight in weights.items():
             early = weight.early if way.early is None else way.early
             one.weight = dataclasses.replace(weight, early=early)
-        experts.sum_plan = sum_plan if way.summed else lambda *_: None  # type: ignore[assignment]
+        few.sum_plan = sum_plan if way.summed else lambda *_: None  # type: ignore[assignment]
         steps.steps.clear()
         steps.graphs.clear()
         gc.collect()
@@ -472,7 +472,7 @@ def depth(name: str, llm: LLM) -> dict[str, Any]:
     row["the first 4 in turns"] = step_us([copy.copy(whole[i % 4]) for i in range(count)])
     for block in whole:
         if isinstance(block.mlp, Experts) and block.mlp.grouped is not None:
-            block.mlp.grouped.router.zero_()
+            block.mlp.grouped.router.weight.zero_()
     row["all, always the same experts"] = step_us(whole)
     return row
 

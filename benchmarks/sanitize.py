@@ -138,8 +138,10 @@ def layer_of_experts(tokens: int) -> float:
     """One expert, chosen by everyone: then the layer is that expert."""
     import torch
 
-    from flyweight.kernels.linear import experts
-    from flyweight.kernels.linear.experts import GroupedExperts, Routing
+    from flyweight.kernels.linear.experts.grouped import GroupedExperts
+    from flyweight.kernels.linear.experts.router import DeviceRouter
+    from flyweight.kernels.linear.experts.routing import Routing
+    from flyweight.kernels.linear.experts.stacked import stack
     from flyweight.kernels.linear.fused import Norm
     from flyweight.tensors import IntGroup
 
@@ -147,12 +149,11 @@ def layer_of_experts(tokens: int) -> float:
         IntGroup.random((384, 320), group_size=64),
         IntGroup.random((320, 192), group_size=64),
     )
-    gate_up = experts.stack([tiled(first, activation="silu") for _ in range(4)])
-    down = experts.stack([tiled(second) for _ in range(4)])
+    gate_up = stack([tiled(first, activation="silu") for _ in range(4)])
+    down = stack([tiled(second) for _ in range(4)])
     ready = torch.zeros(1, dtype=torch.int32).cuda()
-    layer = GroupedExperts(
-        gate_up, down, torch.randn(4, 320).cuda(), ready, Routing(4, 2, normalize=True)
-    )
+    routing = Routing(4, 2, normalize=True)
+    layer = GroupedExperts(gate_up, down, DeviceRouter(torch.randn(4, 320).cuda(), ready, routing))
     x, norm = torch.randn(tokens, 320).bfloat16(), Norm(torch.ones(320).bfloat16().cuda(), 1e-6)
     given, out = x.cuda(), torch.empty_like(x.cuda())
     route = layer.route(given, norm=norm)

@@ -47,10 +47,10 @@ from flyweight.engine.flight import Flight
 from flyweight.engine.llm import LLM
 from flyweight.engine.prompts import Prompt
 from flyweight.engine.request import Output
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.head import HeadDrafter
 from flyweight.engine.speculation.lookup import LookupFirst
 from flyweight.engine.speculation.model import ModelDrafter
+from flyweight.engine.work import Work
 from flyweight.models.decoder import Decoder
 
 PASSAGE, PIECE = 900, 1400  # characters

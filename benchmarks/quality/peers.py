@@ -90,7 +90,7 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     "autoround-int2-asym": {"bits": 2, "sym": False},
 }
 # name in our tables → bits; the order of its columns (group-aware) is the default
-GPTQMODEL = {"gptqmodel-int4": 4, "gptqmodel-int3": 3}
+GPTQMODEL = {"gptqmodel-int4": 4, "gptqmodel-int3": 3, "gptqmodel-int2": 2}
 EXL3 = ("exl3-4bit", "exl3-3bit", "exl3-2bit")
 SCHEMES = {
     "llm-compressor": list(LLM_COMPRESSOR),
@@ -102,7 +102,7 @@ SCHEMES = {
 VARIANTS = ("-mse", "-imatrix", "-group")
 # Below 4 bits: ours, recipes/*.toml among them → all that they are held against
 FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
-    ("vptq-3bit", "vptq-3bit-learned", "int3-best", "int3-best-codes"): [
+    ("vptq-3bit", "vptq-3bit-learned", "int3-best", "int3-best-codes", "int3-own-codes"): [
         ("flyweight", "vptq-3bit"),
         ("flyweight", "gptq-int3"),
         ("flyweight", "awq-int3"),
@@ -113,12 +113,31 @@ FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
         ("exllamav3", "exl3-3bit"),
         ("gptqmodel", "gptqmodel-int3"),
     ],
-    ("vptq-2bit", "vptq-2bit-learned", "int2-best", "int2-best-codes"): [
+    (
+        "vptq-2bit",
+        "vptq-2bit-learned",
+        "int2-best",
+        "int2-best-codes",
+        "int2-own-codes",
+        "int2-own-relative",
+        "int2-own-long",
+    ): [
         ("flyweight", "vptq-2bit"),
         ("auto-round", "autoround-int2-asym"),
         ("exllamav3", "exl3-2bit"),
+        ("gptqmodel", "gptqmodel-int2"),
     ],
 }
+AT_FOUR = [
+    ("auto-round", "autoround-int4-asym"),
+    ("auto-round", "autoround-int4"),
+    ("llm-compressor", "awq-int4"),
+    ("llm-compressor", "gptq-int4"),
+    ("llm-compressor", "gptq-int4-imatrix"),
+    ("llm-compressor", "rtn-int4"),
+    ("exllamav3", "exl3-4bit"),
+    ("gptqmodel", "gptqmodel-int4"),
+]
 # Ours → the peers' that it is held against, at the same group size and symmetry and no more stored
 # bits.
 RIVALS: dict[str, list[tuple[str, str]]] = {
@@ -144,16 +163,8 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
         ("llm-compressor", "gptq-int4-imatrix"),
         ("llm-compressor", "rtn-int4"),
     ],
-    "int4-best": [
-        ("auto-round", "autoround-int4-asym"),
-        ("auto-round", "autoround-int4"),
-        ("llm-compressor", "awq-int4"),
-        ("llm-compressor", "gptq-int4"),
-        ("llm-compressor", "gptq-int4-imatrix"),
-        ("llm-compressor", "rtn-int4"),
-        ("exllamav3", "exl3-4bit"),
-        ("gptqmodel", "gptqmodel-int4"),
-    ],
+    "int4-best": AT_FOUR,
+    "int4-own": AT_FOUR,
     **{
         ours: [rival for rival in rivals if rival != ("flyweight", ours)]
         for named, rivals in FEWER.items()

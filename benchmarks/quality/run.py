@@ -111,7 +111,8 @@ class Worker:
     def __init__(self, setting: Setting) -> None:
         from flyweight.checkpoint.reader import Checkpoint
 
-        self.setting, self.samples, self.resumed = setting, {}, 0
+        self.setting, self.resumed = setting, 0
+        self.samples: dict[tuple[int, float], Any] = {}
         self.rulers: list[Any] = []
         self.checkpoint = Checkpoint(Path(setting.model))
 
@@ -138,21 +139,46 @@ class Worker:
                 return [facts | ruler.facts() for ruler in self.rulers]
             return measure.measure_folder(self.rulers, folder)
 
-    def calibration(self, seed: int) -> Any:
+    def calibration(self, seed: int, own: float = 0.0) -> Any:
+        """The samples that every tool gets, and those that a recipe has the model write."""
+        if (seed, own) not in self.samples:
+            self.samples[seed, own] = self.written(seed, own) if own else self.drawn(seed)
+        return self.samples[seed, own]
+
+    def drawn(self, seed: int) -> Any:
         from flyweight.quant.calibration import draw_samples, read_text
         from flyweight.quant.subject import encode
 
-        if seed not in self.samples:
-            ids, bos = encode(self.checkpoint.tokenizer(), read_text(self.setting.calibration))
-            self.samples[seed] = draw_samples(
-                ids,
-                count=self.setting.samples,
-                length=self.setting.length,
-                seed=seed,
-                bos=bos,
-                source=Path(self.setting.calibration).name,
-            )
-        return self.samples[seed]
+        ids, bos = encode(self.checkpoint.tokenizer(), read_text(self.setting.calibration))
+        return draw_samples(
+            ids,
+            count=self.setting.samples,
+            length=self.setting.length,
+            seed=seed,
+            bos=bos,
+            source=Path(self.setting.calibration).name,
+        )
+
+    def written(self, seed: int, own: float) -> Any:
+        """Beside the model: one worker has it written, the others read it."""
+        import torch
+        from filelock import FileLock
+        from safetensors.torch import load_file, save_file
+
+        from flyweight.quant.own_text import with_own_text
+
+        setting, drawn = self.setting, self.calibration(seed)
+        folder = Path(setting.model)
+        kept = folder.with_name(f"{folder.name}-own-{drawn.digest}-{own:g}.safetensors")
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                device = torch.device(setting.device)
+                both = with_own_text(drawn, folder, share=own, device=device)
+                half = kept.with_suffix(".half")
+                save_file({"tokens": both.tokens}, half)
+                half.rename(kept)
+        tokens = load_file(kept)["tokens"]
+        return dataclasses.replace(drawn, tokens=tokens, own=len(tokens) - len(drawn.tokens))
 
     def run(self, job: Job) -> list[dict[str, Any]]:
         """The `quantize` row and a `quality` row for each text, without what every row has."""
@@ -193,15 +219,16 @@ class Worker:
 
         import torch
 
-        samples = self.calibration(job.seed)
+        chosen = self.chosen(job) if job.tool == "flyweight" else None
+        samples = self.calibration(job.seed, chosen.own_text if chosen and chosen.calibrated else 0)
         output.parent.mkdir(exist_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         started, on_gpu = time.perf_counter(), self.setting.device.startswith("cuda")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         folder = (
-            self.ours(job, output)
-            if job.tool == "flyweight"
+            self.ours(job, chosen, samples, output)
+            if chosen is not None
             else peers.MAKERS[job.tool](
                 job.scheme,
                 Path(self.setting.model),
@@ -231,20 +258,26 @@ class Worker:
             "folder": str(folder),
         }
 
-    def ours(self, job: Job, output: Path) -> Path:
+    def chosen(self, job: Job) -> Any:
+        """The recipe of a job of ours."""
         from flyweight.quant import recipe
-        from flyweight.quant.quantize import quantize
 
         files = dict(self.setting.recipes)
         chosen = (
             recipe.load(Path(files[job.scheme])) if job.scheme in files else recipe.find(job.scheme)
         )
         if chosen.learn_steps and self.setting.learn_steps:
+            share = self.setting.learn_steps / chosen.learn_steps
             chosen = dataclasses.replace(
                 chosen,
                 learn_steps=self.setting.learn_steps,
-                tune_steps=min(chosen.tune_steps, self.setting.learn_steps),
+                tune_steps=round(share * chosen.tune_steps),
             )
+        return chosen
+
+    def ours(self, job: Job, chosen: Any, samples: Any, output: Path) -> Path:
+        from flyweight.quant.quantize import quantize
+
         batch, self.resumed = 16 if self.setting.device.startswith("cuda") else 4, 0
 
         def listen(event: Any) -> None:
@@ -254,7 +287,7 @@ class Worker:
             self.setting.model,
             output=output,
             recipe=chosen,
-            calibration=self.calibration(job.seed),
+            calibration=samples,
             seed=job.seed,
             device=self.setting.device,
             batch=batch,
@@ -561,7 +594,7 @@ def parse() -> argparse.Namespace:
         "--learn-steps",
         type=int,
         default=0,
-        help="another number of learning steps, for quick trials",
+        help="another number of learning steps, for quick trials; tuning's change with it",
     )
     parser.add_argument("--work", type=Path, help="where models are made; default: beside OUT")
     parser.add_argument("--keep", action="store_true", help="keep the models")

@@ -7,7 +7,8 @@ They run side by side, with weights that are not in the cache:
     FLYWEIGHT_PRETEND=sm_80:132 python benchmarks/workshop/mma_tiles.py -o mma-tiles-h200.jsonl
 
 A tile is warps along outputs and tokens, 16 outputs and 8 tokens of a warp, thread blocks on an SM;
-`beside`: one to an SM, with room for the next kernel's. W: whole tiles, L: all work cut evenly.
+`beside`: one to an SM, with room for the next kernel's. W: whole tiles, L: all work cut evenly, by
+as many thread blocks as end with tiles, or by all.
 Each variant is compared with float64 first. FLYWEIGHT_OVERLAP=1 lets launches overlap.
 """
 
@@ -19,6 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,8 +134,14 @@ def variants(trial: Trial, weight: TiledWeight, device: gpu.Gpu) -> dict[str, Ru
             padded = gemm_mma.padded_rows(rows)
             cut = gemm_mma.plan(matrix, padded, device, tile=tile, split=split)
             name = ".".join(map(str, sizes[:5])) + (" beside" if tile.beside else "")
-            if cut is not None:
-                found[f"{name} {letter}"] = lambda w, x, c=cut: gemm_mma.multiply(w, x, cut=c)
+            if cut is None:
+                continue
+            found[f"{name} {letter}"] = lambda w, x, c=cut: gemm_mma.multiply(w, x, cut=c)
+            if cut.working:
+                everyone = replace(cut, working=0)
+                found[f"{name} {letter} all"] = lambda w, x, c=everyone: gemm_mma.multiply(
+                    w, x, cut=c
+                )
     return found
 
 

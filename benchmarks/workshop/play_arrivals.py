@@ -25,7 +25,8 @@ from flyweight.bench.arrivals import Arrival, read_trace
 from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Request, SamplingParams
-from flyweight.engine.scheduler import Scheduler, Work
+from flyweight.engine.scheduler import Scheduler
+from flyweight.engine.work import Work
 
 ROWS = Path(__file__).parents[1] / "h200" / "prefill.jsonl"
 MODEL = "preset:qwen3-8b:int4"

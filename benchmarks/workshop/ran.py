@@ -64,6 +64,9 @@ OF_FAMILIES = (
 # models whose config is read by models/config.py alone
 STANDARD = ("qwen1.5-", "qwen2-", "qwen2.5-", "qwen3-4b", "qwen3-8b", "smollm2", "trained-")
 OF_OLDER_GPUS = (f"{KERNELS}/tuned/sm_80.toml",)  # it names Hopper's numbers as its base
+# where Hopper's own kernel takes all shapes of a model
+OF_ODD_SHAPES = (f"{KERNELS}/linear/gemm_mma.py", f"{KERNELS}/cuda/gemm_mma.cu")
+EVEN = ("qwen1.5-32b", "qwen2-7b", "qwen2-72b", "qwen3-4b", "qwen3-8b")
 
 
 def code_of(row: Row, device: str | None) -> tuple[str, ...]:
@@ -107,13 +110,15 @@ def rooms_of_quality(row: Row, engine: tuple[str, ...] | None) -> tuple[str, ...
 def left_out(row: Row, device: str | None) -> tuple[str, ...]:
     """Files in the rooms of a row of ours that it cannot have run."""
     left: list[str] = []
+    model = str(row.get("model")).lower().removeprefix("preset:")
     if device and "NVIDIA" in device:
         left += ON_A_CPU
-        left += () if " as sm_" in device else OF_OLDER_GPUS
+        if " as sm_" not in device:
+            left += OF_OLDER_GPUS
+            left += OF_ODD_SHAPES if model.startswith(EVEN) else ()
     words = [row.get(name) for name in ("scheme", "format", "kernel", "model", "backend", "job")]
     if not any("vptq" in str(word).lower() for word in words) and not row.get("main_centroids"):
         left += OF_VPTQ
-    model = str(row.get("model")).lower().removeprefix("preset:")
     if model.startswith(STANDARD):
         left += OF_FAMILIES
     return tuple(left)

@@ -3,42 +3,52 @@ come if guesses are right.
 
     python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context
         1024] [--head int8] [--many]
+    python benchmarks/workshop/speculation_steps.py --whole-layers --model qwen3-8b --model qwen2-7b
 
 Prints JSON lines: `rows_N` with qkv and attention in one kernel where they can be, `rows_N_apart`
-in two. Weights are random, so no guess would be right: in `answer` rows drafter and verification
-run in full in every step, and only the number of accepted guesses is forced, as the row says, with
-the drafter's shape and its time.
+in two. With `--whole-layers` there is nothing but steps in which all kernels of a layer leave each
+other room, and the same ones without that, by turns; `logits_off` is how far apart their results
+are, by the largest logit. Weights are random, so no guess would be right: in `answer` rows drafter
+and verification run in full in every step, and only the number of accepted guesses is forced, as
+the row says, with the drafter's shape and its time.
+
+`--compile` runs nothing: it compiles what steps of presets need into FLYWEIGHT_CACHE, by all cores,
+on a machine without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from trials import Constants, assignments
 
+from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.bench.environment import commit
-from flyweight.engine import runner
+from flyweight.engine import ahead, flight
 from flyweight.engine.core import Engine
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.loading import choose_dtype, open_model
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter, tap
 from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.work import Work
+from flyweight.kernels import jit, precompile
+from flyweight.kernels.dry_run import dry_run
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads import eagle3
 from flyweight.models.heads.head import bits_of
@@ -104,18 +114,56 @@ def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict
         rows.lengths[:count] = context
         found[f"sequences_{count}"] = milliseconds(lambda n=count: graphs.logits(n))
     for count in (1, 2, 4, 8):
-        number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+        number = fill_rows(shared, requests[0], context, count)
         found[f"rows_{count}"] = milliseconds(lambda n=number: steps.logits(n))
         found[f"rows_{count}_apart"] = milliseconds(lambda n=number: apart.logits(n))
     if kernels:
         for count in (1, 2, 4, 8):
-            number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+            number = fill_rows(shared, requests[0], context, count)
             for row in kernel_times(lambda n=number: steps.logits(n)):
                 print(
                     json.dumps({"what": "kernel", "tree": commit(), "rows": count} | row),
                     flush=True,
                 )
     return {name: round(value, 4) for name, value in found.items()}
+
+
+@torch.inference_mode()
+def whole_layers(decoder: Decoder, context: int, rounds: int = 5) -> Iterator[dict[str, object]]:
+    """Steps of rows of one sequence, with kernels that leave each other room and without."""
+    caches, rows, requests = make_rows(decoder, context)
+    shared = SharedRows(rows)
+    kinds = {
+        whole: DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16), whole_layers=whole)
+        for whole in (True, False)
+    }
+    times: dict[tuple[int, bool], list[float]] = {}
+    results: dict[tuple[int, bool], torch.Tensor] = {}
+    for count, (whole, graphs) in itertools.product((1, 4, 8), kinds.items()):
+        fill_rows(shared, requests[0], context, count)
+        results[count, whole] = graphs.logits(count).float().clone()
+        times[count, whole] = []
+    for _, (count, whole) in itertools.product(range(rounds), times):
+        number = fill_rows(shared, requests[0], context, count)
+        graphs = kinds[whole]
+        times[count, whole].append(milliseconds(lambda g=graphs, n=number: g.logits(n), 30, 1))
+    one = statistics.median([*times[1, True], *times[1, False]])
+    for (count, whole), each in times.items():
+        off = (results[count, True] - results[count, False]).abs().max()
+        yield {
+            "rows": count,
+            "whole_layers": whole,
+            "beside": getattr(kinds[whole].steps[count].decode.stage, "beside", False),
+            "ms": round(statistics.median(each), 4),
+            "over_1": round(statistics.median(each) / one, 3),
+            "each": [round(value, 4) for value in each],
+            "logits_off": round(float(off / results[count, False].abs().max()), 5),
+            "finite": bool(results[count, whole].isfinite().all()),
+        }
+
+
+def fill_rows(shared: SharedRows, request: Request, context: int, count: int) -> int:
+    return shared.fill([Work(request, context - 1, count, True, (7,) * (count - 1))])
 
 
 @torch.inference_mode()
@@ -132,16 +180,14 @@ def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dic
         try:
             for count in (1, 4, 8):
                 graphs = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
-                graphs.logits(
-                    shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
-                )
+                graphs.logits(fill_rows(shared, requests[0], context, count))
                 found[text, count] = graphs
         except (ValueError, RuntimeError) as error:
             yield {"what": "trial", "try": text, "error": str(error)[:200]}
     times: dict[tuple[str, int], list[float]] = {key: [] for key in found}
     for _ in range(3):
         for (text, count), graphs in found.items():
-            number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+            number = fill_rows(shared, requests[0], context, count)
             times[text, count].append(milliseconds(lambda n=number, g=graphs: g.logits(n), 30, 1))
     constants.set({})
     one = statistics.median(times["", 1])
@@ -213,28 +259,21 @@ def layers_of(names: list[str]) -> tuple[int, int, int]:
     return 0, 0, 1
 
 
-class Repeats:
+class Repeats(Drafter):
     """Guesses that the last token is repeated: a drafter that costs nothing."""
 
     guesses_ahead = False
 
-    def warm_up(self) -> None:
-        pass
-
     def promising(self, request: Request) -> bool:
         return True
 
-    def guesses_unread(self, works) -> bool:
+    def guesses_unread(self, works: Sequence[Work]) -> bool:
         return False
 
-    def propose(self, requests, most):
+    def propose(
+        self, requests: Sequence[Request], most: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
         return {request.number: request.tokens[-1:] * most[request.number] for request in requests}
-
-    def observe(self, request, drafts, accepted) -> None:
-        pass
-
-    def forget(self, request) -> None:
-        pass
 
 
 def speed(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
@@ -311,7 +350,7 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
     ).tolist()
     yield {"guesses": 0, "tok_s": round(speed(engine, prompt)[0], 1)}
     forced = itertools.cycle((2, 3))  # accepted, so that a step gives 3.5 tokens
-    runner.count_accepted = lambda drafts, *_: min(len(drafts), next(forced))
+    flight.count_accepted = lambda drafts, *_: min(len(drafts), next(forced))
     for guesses in (3, 7):
         yield forced_row(engine, prompt, Repeats(), guesses) | {"drafter": "costs nothing"}
     head = eagle3.load(eagle3.RandomHead(decoder), decoder, bits=bits_of(decoder))
@@ -321,7 +360,7 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
         "drafter_bytes": head.nbytes,
         "drafter_vocabulary": sum(head.head.sizes),
     }
-    for guesses in (3, 4, 5, 7):
+    for guesses in options.guesses:
         engine = make_engine(decoder, context)  # whose steps leave hidden states
         drafter = HeadDrafter(head, engine.runner, guesses=guesses)
         row = forced_row(engine, prompt, drafter, guesses)
@@ -355,20 +394,42 @@ def head_times(drafter: HeadDrafter) -> dict[str, float]:
     }
 
 
-def load(options: argparse.Namespace, device: torch.device) -> Decoder:
+def load(options: argparse.Namespace, model: str, device: torch.device) -> Decoder:
     """Random weights of a preset, or a model's own."""
-    if Path(options.model).exists():
-        checkpoint, _ = open_model(options.model, device)
+    if Path(model).exists():
+        checkpoint, _ = open_model(model, device)
         dtype = choose_dtype(None, checkpoint.config, device)
         options.scheme = "as stored"
         return Decoder.load(narrow_head(checkpoint, options.head), device=device, dtype=dtype)
-    weights = narrow_head(PresetWeights(options.model, options.scheme, device=device), options.head)
+    weights = narrow_head(PresetWeights(model, options.scheme, device=device), options.head)
     return Decoder.load(weights, device=device, dtype=torch.bfloat16)
 
 
-def main() -> None:
+def wanted_by(model: str, options: argparse.Namespace) -> set[jit.Wanted]:
+    """The kernels of steps of several rows, with and without room for each other."""
+    with dry_run(gpu.GPUS["sm_90a"]):
+        decoder = ahead.load(f"preset:{model}:{options.scheme}", None, options.head)
+        decoder.blocks = decoder.blocks * 2  # neighbours hand over to each other
+        caches = ahead.make_caches(decoder)
+        pages = options.context // PAGE + 2
+        vocabulary = decoder.config.vocab_size
+        rows = Rows(8, pages=pages, vocabulary=vocabulary, device=decoder.device)
+        with decoder.active():
+            for whole in (True, False):
+                graphs = DecodeGraphs(decoder, caches, SharedRows(rows), whole_layers=whole)
+                for count in (1, 2, 4, 8):
+                    graphs.step(count).launch()
+    return jit.wanted
+
+
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="qwen3-8b", help="a preset, or a file or folder")
+    parser.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        help="a preset, or a file or folder (default: qwen3-8b); several run one after the other",
+    )
     parser.add_argument("--scheme", default="int4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument(
@@ -392,27 +453,62 @@ def main() -> None:
         help="steps with other numbers, as trials.py takes them",
     )
     parser.add_argument(
+        "--whole-layers",
+        action="store_true",
+        help="only steps whose kernels leave each other room, and the same without, by turns",
+    )
+    parser.add_argument(
+        "--guesses",
+        type=int,
+        nargs="+",
+        default=[3, 4, 5, 7],
+        help="of the head in a step of an answer",
+    )
+    parser.add_argument("--no-steps", dest="steps", action="store_false", help="only the answers")
+    parser.add_argument(
         "--no-answers", dest="answers", action="store_false", help="no answers with guesses"
     )
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
+    options.models = options.models or ["qwen3-8b"]
+    return options
+
+
+def main() -> None:
+    options = options_of()
+    if options.compile:
+        runs = [functools.partial(wanted_by, model, options) for model in options.models]
+        found = precompile.precompile(runs, "sm_90a", listen=lambda *_: None)
+        print(f"{found.kernels} kernels, {found.fresh} of them compiled now")
+        return
+    for model in options.models:
+        measure(model, options)
+
+
+def measure(model: str, options: argparse.Namespace) -> None:
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
-    decoder = load(options, device)
+    decoder = load(options, model, device)
     facts = {
         "tree": commit(),
-        "model": Path(options.model).name,
+        "model": Path(model).name,
         "scheme": options.scheme,
         "head": options.head or "stored",
         "context": options.context,
         "gpu": torch.cuda.get_device_name(0),
         "load_s": round(time.perf_counter() - begin, 1),
     }
-    costs = step_costs(decoder, options.context, kernels=options.kernels)
-    ratios = {
-        f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3)
-        for count in (4, 8)
-    }
-    print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
+    if options.whole_layers:
+        for row in whole_layers(decoder, options.context):
+            print(json.dumps(facts | {"what": "whole_layers"} | row), flush=True)
+        return
+    if options.steps:
+        costs = step_costs(decoder, options.context, kernels=options.kernels)
+        ratios = {
+            f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3)
+            for count in (4, 8)
+        }
+        print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
     for row in trials(decoder, options.context, options.tries) if options.tries else ():
         print(json.dumps(row), flush=True)
     for row in many_answers(decoder) if options.many else ():

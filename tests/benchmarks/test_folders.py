@@ -1,4 +1,6 @@
-"""The folders of benchmarks/: each script has its line in a README, and finds the scripts that it imports."""
+"""The folders of benchmarks/: each script has its line in a README, and finds the scripts that it
+imports.
+"""
 
 import ast
 from pathlib import Path
@@ -15,7 +17,9 @@ def test_every_script_has_a_line_in_the_readme(folder):
     text = (folder / "README.md").read_text(encoding="utf-8")
     for script in SCRIPTS:
         if script.parent == folder:
-            assert f"`{script.name}" in text, f"{folder.name}/README.md says nothing of {script.name}"
+            assert f"`{script.name}" in text, (
+                f"{folder.name}/README.md says nothing of {script.name}"
+            )
 
 
 @pytest.mark.parametrize("folder", [FOLDER, FOLDER / "workshop"], ids=lambda folder: folder.name)

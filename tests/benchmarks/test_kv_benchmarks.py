@@ -1,4 +1,6 @@
-"""The benchmarks of 8-bit caches, prompts, heads and ranges, with models of a few weights: rows, scoring."""
+"""The benchmarks of 8-bit caches, prompts, heads and ranges, with models of a few weights: rows,
+scoring.
+"""
 
 import json
 import sys
@@ -25,7 +27,9 @@ from flyweight.engine.tokenizer import tokenizer_of  # noqa: E402
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("needle") / "model", max_position_embeddings=2048)
+    return make_tiny_model(
+        tmp_path_factory.mktemp("needle") / "model", max_position_embeddings=2048
+    )
 
 
 @pytest.fixture
@@ -71,7 +75,9 @@ def test_needles_are_asked_for_with_every_cache(model, text, tmp_path, monkeypat
         (output,) = generate(self, prompts, **options)
         asked.append((self.kv_dtype, output.completions[0].cached_tokens))
         right = len(asked) % 3 == 1
-        object.__setattr__(output.completions[0], "text", f"It is {numbers[1.0]}." if right else "no")
+        object.__setattr__(
+            output.completions[0], "text", f"It is {numbers[1.0]}." if right else "no"
+        )
         return [output]
 
     monkeypatch.setattr(needle.LLM, "generate", told)
@@ -110,7 +116,9 @@ def test_an_8_bit_head_is_measured_beside_the_stored_one(model, text, tmp_path):
     quantized = tmp_path / "rtn"
     flyweight.quantize(model, "rtn-int4", quantized)
     words = [str(out), "--text", str(text), "--original", str(model), "--model", str(quantized)]
-    served_head.main([*words, "--head", "int8", "int4", "--tokens", "192", "--window", "64", "--device", "cpu"])
+    served_head.main(
+        [*words, "--head", "int8", "int4", "--tokens", "192", "--window", "64", "--device", "cpu"]
+    )
     stored, eight, four = rows_of(out)
     assert [row["head"] for row in (stored, eight, four)] == ["stored", "int8", "int4"]
     assert stored["kl"] > 0 and stored["kl_growth"] == 0
@@ -121,11 +129,27 @@ def test_an_8_bit_head_is_measured_beside_the_stored_one(model, text, tmp_path):
 def test_ranges_are_compared_on_the_same_windows(model, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT * 20)
     out = tmp_path / "grid-ranges.jsonl"
-    grid_ranges.main([
-        str(out), "--model", str(model), "--text", str(tmp_path / "text.txt"),
-        "--windows", "2", "--bits", "4", "3", "--group-size", "32", "--device", "cpu",
-    ])
-    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"]
+    grid_ranges.main(
+        [
+            str(out),
+            "--model",
+            str(model),
+            "--text",
+            str(tmp_path / "text.txt"),
+            "--windows",
+            "2",
+            "--bits",
+            "4",
+            "3",
+            "--group-size",
+            "32",
+            "--device",
+            "cpu",
+        ]
+    )
+    rows = [
+        row for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"
+    ]
     assert [(row["bits"], row["ranges"]) for row in rows] == [
         (bits, ranges) for bits in (4, 3) for ranges in ("minmax", "squares", "fourth")
     ]

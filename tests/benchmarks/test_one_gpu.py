@@ -15,18 +15,25 @@ def fat_binary(*codes):
     """(kind, architecture, content) → a container as a compiler puts it into a library."""
     body = b""
     for kind, architecture, content in codes:
-        body += one_gpu.ENTRY.pack(kind, 0x101, 64, len(content), 0, 0, architecture).ljust(64, b"\0") + content
+        body += (
+            one_gpu.ENTRY.pack(kind, 0x101, 64, len(content), 0, 0, architecture).ljust(64, b"\0")
+            + content
+        )
     return one_gpu.CONTAINER.pack(0xBA55ED50, 1, 16, len(body)) + body
 
 
 PTX, CODE = one_gpu.PTX, one_gpu.CODE
 
 
-@pytest.mark.parametrize(("codes", "kept"), [
-    ([(CODE, 80, b"a" * 64), (CODE, 90, b"b" * 64), (PTX, 90, b"p" * 64)], b"b"),
-    ([(CODE, 80, b"a" * 64), (CODE, 100, b"c" * 64), (PTX, 80, b"p" * 64)], b"p"),  # nothing of its family: PTX
-    ([(CODE, 86, b"a" * 64), (CODE, 80, b"d" * 64)], b""),
-])
+@pytest.mark.parametrize(
+    ("codes", "kept"),
+    [
+        ([(CODE, 80, b"a" * 64), (CODE, 90, b"b" * 64), (PTX, 90, b"p" * 64)], b"b"),
+        # nothing of its family: PTX
+        ([(CODE, 80, b"a" * 64), (CODE, 100, b"c" * 64), (PTX, 80, b"p" * 64)], b"p"),
+        ([(CODE, 86, b"a" * 64), (CODE, 80, b"d" * 64)], b""),
+    ],
+)
 def test_only_what_the_gpu_loads_stays(tmp_path, codes, kept):
     path = tmp_path / "lib.so"
     before = b"head" + one_gpu.MAGIC + b"of nothing" + fat_binary(*codes) + b"tail"
@@ -61,7 +68,11 @@ def test_wheels_become_archives_and_these_the_packages(tmp_path):
         wheel.writestr("thing-1.0.data/scripts/thing", "#!python\n")
     one_gpu.main([str(wheels), str(tmp_path / "packed"), "--without", "thing/other"])
     one_gpu.main(["--unpack", str(tmp_path / "packed"), str(tmp_path / "site")])
-    names = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*") if path.is_file()}
+    names = {
+        str(path.relative_to(tmp_path / "site"))
+        for path in (tmp_path / "site").rglob("*")
+        if path.is_file()
+    }
     assert names == {"thing/__init__.py", "thing/bin/assembler", "thing/lib.so.1", "thing/more.py"}
     assert os.access(tmp_path / "site/thing/bin/assembler", os.X_OK)
     assert not os.access(tmp_path / "site/thing/__init__.py", os.X_OK)

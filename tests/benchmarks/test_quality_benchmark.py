@@ -117,7 +117,7 @@ def test_every_rival_is_a_scheme_that_someone_makes():
 
 def test_recipes_that_wait_to_be_measured_are_held_against_the_same_bits():
     found = {path.stem: recipe.load(path) for path in sorted(Path(run.__file__).parent.glob("recipes/*.toml"))}
-    assert len(found) == 6 and all(name in peers.RIVALS and ("flyweight", name) not in peers.RIVALS[name] for name in found)
+    assert len(found) == 11 and all(name in peers.RIVALS and ("flyweight", name) not in peers.RIVALS[name] for name in found)
     for name, one in found.items():
         assert str(one.layer.bits) in name and one.learn_steps and one.tune_steps
         assert all(str(one.layer.bits) in rival for _, rival in peers.RIVALS[name])
@@ -215,6 +215,32 @@ def test_jobs_are_done_by_a_worker_or_in_this_process_and_only_once(tmp_path, mo
     rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"]
     assert [row["job"] for row in rows] == ["original/fp32/0", "flyweight/rtn-int8/0", "flyweight/rtn-int4/0"]
     assert {row["status"] for row in rows} == {"ok"}
+
+
+def test_recipes_that_want_the_models_own_text_share_it_and_rows_say_how_much(tmp_path, monkeypatch):
+    source = make_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    text, out = tmp_path / "text.txt", tmp_path / "rows.jsonl"
+    text.write_text("one two three four five six seven " * 200)
+    for bits in (3, 4):
+        (tmp_path / f"own{bits}.toml").write_text(f'base = "gptq-int4"\nbits = {bits}\nown_text = 2\n')
+    options = f"--model {source} --text {text} --calibration {text} --out {out} --device cpu --jobs 0 --seeds 0"
+    few = f"--samples 2 --length 32 --windows 1 --schemes own3 own4 gptq-int4 --recipes {tmp_path}/own3.toml {tmp_path}/own4.toml"
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split(), *few.split()])
+    run.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {row["scheme"]: row["calibration"] for row in rows if row["bench"] == "quality" and "calibration" in row}
+    assert found["own3"] == found["own4"] and (found["own3"]["own"], found["own3"]["samples"]) == (4, 6)
+    assert found["gptq-int4"]["samples"] == 2 and "own" not in found["gptq-int4"]
+    assert len(list(tmp_path.glob("rows.work/*-own-*.safetensors"))) == 1
+
+
+def test_other_learning_steps_change_tunings_in_proportion(tmp_path):
+    (tmp_path / "long.toml").write_text('base = "int4-best"\ntune_steps = 600\n')
+    model = make_tiny_model(tmp_path / "model")
+    setting = run.Setting(str(model), (), "", "", "cpu", 2, 32, 1, 50, False, (("long", str(tmp_path / "long.toml")),))
+    long, plain = (run.Worker(setting).chosen(run.Job("flyweight", name, 0)) for name in ("long", "int4-best"))
+    assert (long.learn_steps, long.tune_steps) == (50, 150)
+    assert (plain.learn_steps, plain.tune_steps) == (50, 50)
 
 
 def test_training_goes_on_where_it_was_cut_off(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,6 @@
-"""Tasks with right and wrong answers: which questions are read, how answers are judged, what a row says."""
+"""Tasks with right and wrong answers: which questions are read, how answers are judged, what a row
+says.
+"""
 
 import gzip
 import json
@@ -23,8 +25,13 @@ from flyweight.quant.subject import load_subject  # noqa: E402
 def asked(doc, context, answers, *, label=0, query=None):
     """The lines of a question as the package has them."""
     return [
-        {"doc_id": doc, "idx": i, "label": label, "doc": {"query": query or context},
-         "request": {"context": context, "continuation": answer}}
+        {
+            "doc_id": doc,
+            "idx": i,
+            "label": label,
+            "doc": {"query": query or context},
+            "request": {"context": context, "continuation": answer},
+        }
         for i, answer in enumerate(answers)
     ]
 
@@ -32,12 +39,26 @@ def asked(doc, context, answers, *, label=0, query=None):
 @pytest.fixture
 def data(tmp_path):
     lines = {
-        "lambada": [*asked(0, "The cat sat on the", [" mat"], label=["mat"]),
-                    *asked(1, "A dog ran to the", [" door"], label=["door"])],
-        "piqa": [line for doc, label in enumerate((1, 0, 1)) for line in (
-            *asked(doc, f"Question {doc}: which?\nAnswer:", [" this", " that one"], label=label),
-            *asked(doc, "Answer:", [" this", " that one"], label=label, query=f"Question {doc}: which?\nAnswer:"),
-        )],
+        "lambada": [
+            *asked(0, "The cat sat on the", [" mat"], label=["mat"]),
+            *asked(1, "A dog ran to the", [" door"], label=["door"]),
+        ],
+        "piqa": [
+            line
+            for doc, label in enumerate((1, 0, 1))
+            for line in (
+                *asked(
+                    doc, f"Question {doc}: which?\nAnswer:", [" this", " that one"], label=label
+                ),
+                *asked(
+                    doc,
+                    "Answer:",
+                    [" this", " that one"],
+                    label=label,
+                    query=f"Question {doc}: which?\nAnswer:",
+                ),
+            )
+        ],
     }
     path = tmp_path / "package.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -71,7 +92,9 @@ def test_differences_are_taken_question_by_question():
     assert found["accuracy_change_error"] == pytest.approx(0.01)  # far less than the accuracy's own
     assert found["accuracy_error"] == pytest.approx(0.0502, abs=1e-4)
     mean = tasks.together([found, found])
-    assert mean["questions"] == 200 and mean["accuracy_change_error"] == pytest.approx(0.01 / 2**0.5)
+    assert mean["questions"] == 200 and mean["accuracy_change_error"] == pytest.approx(
+        0.01 / 2**0.5
+    )
 
 
 def test_a_quantized_model_answers_beside_its_original(data, tmp_path, monkeypatch):
@@ -82,9 +105,15 @@ def test_a_quantized_model_answers_beside_its_original(data, tmp_path, monkeypat
     out = tmp_path / "rows.jsonl"
     words = [str(out), "--data", str(data), "--original", str(model), "--model", str(quantized)]
     with pytest.raises(Exception, match="nothing"):  # what was answered before is kept
-        tasks.main([*words, str(tmp_path / "nothing"), "--tasks", "lambada", "piqa", "--device", "cpu"])
+        tasks.main(
+            [*words, str(tmp_path / "nothing"), "--tasks", "lambada", "piqa", "--device", "cpu"]
+        )
     rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
-    assert [(row["task"], row["questions"]) for row in rows] == [("lambada", 2), ("piqa", 3), ("mean", 5)]
+    assert [(row["task"], row["questions"]) for row in rows] == [
+        ("lambada", 2),
+        ("piqa", 3),
+        ("mean", 5),
+    ]
     assert all(row["scheme"] == "rtn-int4" and row["model"] for row in rows)
 
     subject = load_subject(str(model), "a", device="cpu", dtype=None)

@@ -1,4 +1,6 @@
-"""Other cuts and constants, as far as a machine without a GPU can tell: what is asked for, and what it would take to compile."""
+"""Other cuts and constants, as far as a machine without a GPU can tell: what is asked for, and what
+it would take to compile.
+"""
 
 import argparse
 import os
@@ -21,8 +23,14 @@ from flyweight.kernels.linear.tiles import Matrix  # noqa: E402
 
 
 def test_options_and_constants_are_told_by_name():
-    assert assignments("separate_exchange=False, split=2") == {"separate_exchange": False, "split": 2} and assignments("") == {}
-    assert assignments("gemm.LONE=('a.b', 0.5), formats.int4.x=102400") == {"gemm.LONE": ("a.b", 0.5), "formats.int4.x": 102400}
+    assert (
+        assignments("separate_exchange=False, split=2") == {"separate_exchange": False, "split": 2}
+        and assignments("") == {}
+    )
+    assert assignments("gemm.LONE=('a.b', 0.5), formats.int4.x=102400") == {
+        "gemm.LONE": ("a.b", 0.5),
+        "formats.int4.x": 102400,
+    }
     for wrong in ("apart", "a=", "a=print(1)"):
         with pytest.raises((SystemExit, ValueError)):
             assignments(wrong)
@@ -51,22 +59,45 @@ def test_constants_go_back_and_what_was_kept_is_forgotten():
 
 def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path):
     script = ROOT / "benchmarks" / "workshop" / "trials.py"
-    command = ("cuts", "w8a8", "128x4096", "--try", "separate_exchange=False", "--rows", "16", "--compile")
-    done = subprocess.run([sys.executable, script, *command], text=True, check=True,
-                          env=os.environ | {"FLYWEIGHT_CACHE": str(tmp_path)}, capture_output=True)
+    command = (
+        "cuts",
+        "w8a8",
+        "128x4096",
+        "--try",
+        "separate_exchange=False",
+        "--rows",
+        "16",
+        "--compile",
+    )
+    done = subprocess.run(
+        [sys.executable, script, *command],
+        text=True,
+        check=True,
+        env=os.environ | {"FLYWEIGHT_CACHE": str(tmp_path)},
+        capture_output=True,
+    )
     products, kernels = (list((tmp_path / "kernels").glob(name)) for name in ("gemm-*", "*"))
     assert len(products) >= 2, "one as now, and one as tried"
     assert done.stdout.startswith(f"{len(kernels)} kernels, {len(kernels)} of them")
 
 
 def test_steps_as_now_and_as_tried_are_asked_for_together():
-    """By a process of its own: one that has pretended a GPU is good for nothing else. What is asked for is compiled as above."""
-    options = argparse.Namespace(what="steps", model="preset:tiny:w8a8", tries=["gemm_shape.RESERVED_BESIDE=61440"], rows=[16])
+    """By a process of its own: one that has pretended a GPU is good for nothing else. What is asked
+    for is compiled as above.
+    """
+    options = argparse.Namespace(
+        what="steps",
+        model="preset:tiny:w8a8",
+        tries=["gemm_shape.RESERVED_BESIDE=61440"],
+        rows=[16],
+    )
     with clean_process.pool() as pool:
         found = pool.submit(wanted_by, options).result()
     products = {}
     for one in found:
         if one.file == "gemm.cu":
             defines = dict(one.defines)
-            products.setdefault((defines["KDIM"], defines["NDIM"], defines["TOKENS"]), set()).add(one.defines)
+            products.setdefault((defines["KDIM"], defines["NDIM"], defines["TOKENS"]), set()).add(
+                one.defines
+            )
     assert any(len(variants) > 1 for variants in products.values()), "one as now, and one as tried"

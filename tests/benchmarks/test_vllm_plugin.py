@@ -46,9 +46,23 @@ def test_every_side_can_have_fewer_layers(monkeypatch):
 def test_our_engine_starts_late_where_that_is_asked_for(monkeypatch, tmp_path):
     engines = [SimpleNamespace(side="native"), SimpleNamespace(side="off-compiled")]
     for flags, late in (([], []), (["--own-late"], ["native"])):
-        monkeypatch.setattr(sys, "argv", ["vllm_plugin.py", "preset:tiny:int4@native,off-compiled@1", *flags, "--out", "rows.jsonl"])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                "vllm_plugin.py",
+                "preset:tiny:int4@native,off-compiled@1",
+                *flags,
+                "--out",
+                "rows.jsonl",
+            ],
+        )
         options = vllm_plugin.parse()
-        bench = vllm_plugin.Bench(vllm_plugin.Subject.parse(options.models[0], options), options, ResultFile(tmp_path / "rows"))
+        bench = vllm_plugin.Bench(
+            vllm_plugin.Subject.parse(options.models[0], options),
+            options,
+            ResultFile(tmp_path / "rows"),
+        )
         bench.engines = engines
         assert [one.side for one in bench.late()] == late
         assert bench.early() == [one for one in engines if one.side not in late]

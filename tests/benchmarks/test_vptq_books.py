@@ -1,4 +1,6 @@
-"""What codebooks in bytes cost: a tiny model quantized by VPTQ, measured against itself and its original."""
+"""What codebooks in bytes cost: a tiny model quantized by VPTQ, measured against itself and its
+original.
+"""
 
 import json
 import sys
@@ -37,7 +39,12 @@ def folders(tmp_path_factory):
     assert (ROOT / "benchmarks/quality/vptq-v8.toml").read_text().endswith(ONE_OF_TWO)
     recipe.write_text(RECIPE + ONE_OF_TWO)
     flyweight.quantize(
-        str(original), recipe=recipe, output=str(place / "small"), samples=2, length=32, device="cpu"
+        str(original),
+        recipe=recipe,
+        output=str(place / "small"),
+        samples=2,
+        length=32,
+        device="cpu",
     )
     (place / "text.txt").write_text(TEXT)
     return place
@@ -46,8 +53,21 @@ def folders(tmp_path_factory):
 def test_a_row_tells_what_bytes_cost_and_how_far_they_move_the_model_from_its_original(folders):
     out = folders / "vptq-books.jsonl"
     vptq_books.main(
-        [str(out), "--text", str(folders / "text.txt"), "--model", str(folders / "small"), "--original", str(folders / "model"),
-         "--tokens", "128", "--window", "32", "--device", "cpu"]
+        [
+            str(out),
+            "--text",
+            str(folders / "text.txt"),
+            "--model",
+            str(folders / "small"),
+            "--original",
+            str(folders / "model"),
+            "--tokens",
+            "128",
+            "--window",
+            "32",
+            "--device",
+            "cpu",
+        ]
     )
     _, row = (json.loads(line) for line in out.read_text().splitlines())
     assert row["vptq_books"] == "int8" and row["original"] == "model"

@@ -1,4 +1,6 @@
-"""What test_ahead.py runs in processes of its own: a process that has pretended a GPU is good for nothing else."""
+"""What test_ahead.py runs in processes of its own: a process that has pretended a GPU is good for
+nothing else.
+"""
 
 import torch
 
@@ -18,7 +20,9 @@ TARGET = ahead.Target(GPUS["sm_90a"], sequences=64, tokens=MOST)
 
 
 def wanted_and_asked(model):
-    """The kernels found ahead, and those of them or others that whole models ask for when they run."""
+    """The kernels found ahead, and those of them or others that whole models ask for when they
+    run.
+    """
     found = set(ahead.wanted_by(model, TARGET))
     jit.wanted.clear()
     forget()
@@ -29,19 +33,28 @@ def wanted_and_asked(model):
         for tokens in PASSES:
             batch = dummy_batch(tokens, context=4096, block_size=16, device=DEVICE)
             decoder.hidden(batch, ahead.make_caches(decoder))
-            decoder.logits(torch.empty(tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=DEVICE))
+            decoder.logits(
+                torch.empty(tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=DEVICE)
+            )
     return found, set(jit.wanted)
 
 
 def evaluate(model, prompt_dtype):
-    """The kernel of each linear, whether it has one in 8 bits, and whether 300 rows go through it."""
+    """The kernel of each linear, whether it has one in 8 bits, and whether 300 rows go through
+    it.
+    """
     with dry_run(TARGET.gpu):
         weights = ahead.open_weights(model)
         decoder = Decoder.load(weights, device=DEVICE, dtype=torch.bfloat16, exact=True)
         decoder.narrow_prompts(prompt_dtype)
         linears = [linear.fused for block in decoder.blocks for linear in block.linears.values()]
-        products = [one(torch.empty(300, one.shape[1], dtype=torch.bfloat16, device=DEVICE)) for one in linears]
-        shapes = {(300, one.shape[0]) == tuple(y.shape) for one, y in zip(linears, products, strict=True)}
+        products = [
+            one(torch.empty(300, one.shape[1], dtype=torch.bfloat16, device=DEVICE))
+            for one in linears
+        ]
+        shapes = {
+            (300, one.shape[0]) == tuple(y.shape) for one, y in zip(linears, products, strict=True)
+        }
         return [(one.kernel, one.run_many is not None) for one in linears], shapes
 
 
@@ -49,9 +62,16 @@ def columns_in_order(model):
     """Whether VPTQ's layouts take the columns of x as they are, by a dry run and by values."""
     from flyweight.kernels.vptq.layout import lay_out
 
-    found = [lay_out(ahead.open_weights(model).linear("model.layers.0.mlp.down_proj"), dtype=torch.bfloat16).source is None]
+    found = [
+        lay_out(
+            ahead.open_weights(model).linear("model.layers.0.mlp.down_proj"), dtype=torch.bfloat16
+        ).source
+        is None
+    ]
     with dry_run(TARGET.gpu):
-        decoder = Decoder.load(ahead.open_weights(model), device=DEVICE, dtype=torch.bfloat16, layers=[0])
+        decoder = Decoder.load(
+            ahead.open_weights(model), device=DEVICE, dtype=torch.bfloat16, layers=[0]
+        )
         return [*found, decoder.blocks[0].linears["down"].fused.layout.source is None]
 
 
@@ -65,7 +85,9 @@ def forget():
 
 
 def decode(decoder):
-    """As `DecodeGraphs.capture` does, qkv and attention in one kernel where they can be, and apart."""
+    """As `DecodeGraphs.capture` does, qkv and attention in one kernel where they can be, and
+    apart.
+    """
     config = decoder.config
     rows = Rows(TARGET.sequences, pages=64, vocabulary=config.vocab_size, device=DEVICE)
     graphs = DecodeGraphs(decoder, ahead.make_caches(decoder), rows)
@@ -78,15 +100,22 @@ def decode(decoder):
 
 
 def wanted_by(model, part=0, parts=1):
-    return ahead.wanted_by(model, ahead.Target(GPUS["sm_90a"], sequences=16, tokens=64), part=part, parts=parts)
+    return ahead.wanted_by(
+        model, ahead.Target(GPUS["sm_90a"], sequences=16, tokens=64), part=part, parts=parts
+    )
 
 
 def wanted_by_some(model):
-    """By a step of 8 answers, and one of 5 which runs as 8, and by prompts of 60 tokens, which are padded to 64."""
+    """By a step of 8 answers, and one of 5 which runs as 8, and by prompts of 60 tokens, which are
+    padded to 64.
+    """
     target = ahead.Target(GPUS["sm_90a"], sequences=8, tokens=64, steps=(5, 8), passes=(60,))
     return target.pass_sizes(64), ahead.wanted_by(model, target)
 
 
 def two_kernels():
     """Small ones."""
-    return {jit.Wanted("token.cu", (("FP16", 0), ("THREADS", 256), ("WIDTH", width)), None) for width in (256, 512)}
+    return {
+        jit.Wanted("token.cu", (("FP16", 0), ("THREADS", 256), ("WIDTH", width)), None)
+        for width in (256, 512)
+    }

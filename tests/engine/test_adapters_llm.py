@@ -1,9 +1,9 @@
-"""Adapters through the engine: chosen by name, side by side in steps, and never through each other's cached prefixes."""
-
+"""Adapters through the engine: chosen by name, side by side in steps, and never through each
+other's cached prefixes.
+"""
 
 import pytest
 import torch
-
 from adapter_files import write_adapter
 from padded_story import Story
 from tiny_configs import LLAMA
@@ -29,20 +29,37 @@ PROMPT = [5, 9, 2, 44, 17, 3, 8, 21, 30, 12]
 def tiny(monkeypatch, tmp_path):
     """The options of an LLM with random weights and two adapters."""
     monkeypatch.setitem(presets.PRESETS, "tiny", LLAMA)
-    shapes = {f"model.layers.{index}.{name}": shape for index in range(2) for name, shape in {
-        "self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32), "self_attn.o_proj": (32, 32),
-        "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}.items()}
+    shapes = {
+        f"model.layers.{index}.{name}": shape
+        for index in range(2)
+        for name, shape in {
+            "self_attn.q_proj": (32, 32),
+            "self_attn.k_proj": (16, 32),
+            "self_attn.v_proj": (16, 32),
+            "self_attn.o_proj": (32, 32),
+            "mlp.gate_proj": (48, 32),
+            "mlp.up_proj": (48, 32),
+            "mlp.down_proj": (32, 48),
+        }.items()
+    }
     for seed, name in enumerate(("red", "blue"), 1):
         write_adapter(tmp_path / name, shapes, seed=seed, lora_alpha=64)
-    return dict(model="preset:tiny:fp32", blocks=64, block_size=4, device="cpu",
-                adapters={name: tmp_path / name for name in ("red", "blue")})
+    return dict(
+        model="preset:tiny:fp32",
+        blocks=64,
+        block_size=4,
+        device="cpu",
+        adapters={name: tmp_path / name for name in ("red", "blue")},
+    )
 
 
 def test_each_request_is_answered_by_its_own_adapter_in_one_batch(tiny):
     names = ["red", None, "blue", "red", None]
     alone = []
     for name in names:
-        llm = LLM(**tiny | dict(adapters={name: tiny["adapters"][name]} if name else None), native=False)
+        llm = LLM(
+            **tiny | dict(adapters={name: tiny["adapters"][name]} if name else None), native=False
+        )
         alone.append(llm.generate(PROMPT, adapter=name, **GREEDY)[0].token_ids)
     assert alone[0] == alone[3] and len({tuple(tokens) for tokens in alone}) == 3
     llm = LLM(**tiny)
@@ -77,7 +94,9 @@ def test_the_native_executor_steps_aside_and_says_why(tiny):
 
 
 def request_of(number, adapter):
-    request = Request(number, [1], SamplingParams().with_defaults({}), seed=0, limit=99, adapter=adapter)
+    request = Request(
+        number, [1], SamplingParams().with_defaults({}), seed=0, limit=99, adapter=adapter
+    )
     request.state = State.RUNNING
     return request
 
@@ -96,7 +115,9 @@ def test_rows_keep_the_slot_of_their_request_wherever_it_moves():
 
 
 def test_padded_passes_read_slots_from_their_fixed_place(tiny, tmp_path):
-    """As captured passes run: padding has no adapter, and changes nothing for those that have one."""
+    """As captured passes run: padding has no adapter, and changes nothing for those that have
+    one.
+    """
     weights = PresetWeights(presets.PRESETS["tiny"], "fp32")
     from flyweight.models.config import ModelConfig
 
@@ -111,12 +132,14 @@ def test_padded_passes_read_slots_from_their_fixed_place(tiny, tmp_path):
     story.step((1, 2), (3, 9), into=inputs)
     story.step((4, 20), into=inputs)  # alone from its first token: the padding is its own rest
     work = story.requests[4]
-    packed = pack([story_work(work)], story.rows, block_size=4, padding=Padding(16, story.blocks, inputs))
+    packed = pack(
+        [story_work(work)], story.rows, block_size=4, padding=Padding(16, story.blocks, inputs)
+    )
     assert packed.batch.adapters is not None
     assert packed.batch.adapters.tolist() == [0] * 3 + [NOBODY] * 13
 
 
 def story_work(request):
-    from flyweight.engine.scheduler import Work
+    from flyweight.engine.work import Work
 
     return Work(request, request.computed, 3, samples=True)

@@ -17,9 +17,22 @@ def group(name, memory):
 
 
 def summary(*groups, tied=True):
-    return Summary(folder="model", architecture="", layers=30, hidden_size=576, heads=9, kv_heads=3, vocabulary=49152,
-                   context_length=8192, tied_embeddings=tied, dtype="bfloat16", quantization=None, parameters=1, disk=1,
-                   groups=tuple(groups))
+    return Summary(
+        folder="model",
+        architecture="",
+        layers=30,
+        hidden_size=576,
+        heads=9,
+        kv_heads=3,
+        vocabulary=49152,
+        context_length=8192,
+        tied_embeddings=tied,
+        dtype="bfloat16",
+        quantization=None,
+        parameters=1,
+        disk=1,
+        groups=tuple(groups),
+    )
 
 
 LAYERS = (group("embedding", 1000), group("mlp.down_proj", 4000), group("norms, biases", 10))
@@ -41,8 +54,12 @@ def test_a_token_reads_only_the_experts_it_is_sent_to():
 def test_cache_and_speed_follow_from_memory_and_bandwidth(monkeypatch, memory):
     monkeypatch.setattr(module, "available_memory", lambda: memory)
     config = ModelConfig.from_dict(preset_config("smollm2-135m"))
-    found = capacity(summary(*LAYERS), config, device=torch.device("cpu"), dtype=torch.float32, bandwidth=10.02)
-    assert found.kv_bytes == (memory - 5010) // 4 and found.kv_bytes_per_token == 2 * 30 * 3 * 64 * 4
+    found = capacity(
+        summary(*LAYERS), config, device=torch.device("cpu"), dtype=torch.float32, bandwidth=10.02
+    )
+    assert (
+        found.kv_bytes == (memory - 5010) // 4 and found.kv_bytes_per_token == 2 * 30 * 3 * 64 * 4
+    )
     assert found.kv_tokens == found.kv_bytes // found.kv_bytes_per_token
     assert found.limit_tok_s == pytest.approx(2e6) and found.on_cpu
     assert found.to_dict()["limit_tok_s"] == 2e6
@@ -51,6 +68,8 @@ def test_cache_and_speed_follow_from_memory_and_bandwidth(monkeypatch, memory):
 def test_a_model_larger_than_the_memory_leaves_no_cache(monkeypatch):
     monkeypatch.setattr(module, "available_memory", lambda: 100)
     config = ModelConfig.from_dict(preset_config("smollm2-135m"))
-    found = capacity(summary(*LAYERS), config, device=torch.device("cpu"), dtype=torch.float32, bandwidth=1.0)
+    found = capacity(
+        summary(*LAYERS), config, device=torch.device("cpu"), dtype=torch.float32, bandwidth=1.0
+    )
     assert found.kv_bytes == found.kv_tokens == 0
     assert dataclasses.replace(found, kv_bytes=10**6).kv_tokens > 0

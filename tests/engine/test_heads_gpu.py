@@ -1,4 +1,6 @@
-"""A drafting head in captured steps guesses what it guesses step by step, and answers stay the same."""
+"""A drafting head in captured steps guesses what it guesses step by step, and answers stay the
+same.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ GAP = 0.1
 
 
 class Watched:
-    """What the head guessed after each text, of which the first two are then replaced by what is right."""
+    """What the head guessed after each text, of which the first two are then replaced by what is
+    right.
+    """
 
     def __init__(self, drafter, texts):
         self.drafter = drafter
@@ -33,7 +37,10 @@ class Watched:
         for request in requests:
             if (guesses := found.get(request.number)) is not None:
                 self.seen[tuple(request.tokens)] = guesses = list(guesses)
-                text = next((text for text in self.texts if text[: len(request.tokens)] == request.tokens), [])
+                text = next(
+                    (text for text in self.texts if text[: len(request.tokens)] == request.tokens),
+                    [],
+                )
                 begin = len(request.tokens)
                 right = text[begin : begin + 1 + begin % 3]
                 found[request.number] = [*right, *guesses[len(right) :]][: most[request.number]]
@@ -48,7 +55,9 @@ def test_captured_guesses_are_those_made_step_by_step(scheme):
     want = [plain.submit(prompt, params(logprobs=BEST)) for prompt in asked]
     run(plain, [one for (one,) in want])
     texts = [one.tokens for (one,) in want]
-    head = eagle3.load(eagle3.RandomHead(decoder, 512), decoder, bits=4 if scheme == "int4" else None)
+    head = eagle3.load(
+        eagle3.RandomHead(decoder, 512), decoder, bits=4 if scheme == "int4" else None
+    )
     tap(decoder, head)
     seen = []
     for captured in (True, False):
@@ -69,16 +78,22 @@ def test_captured_guesses_are_those_made_step_by_step(scheme):
         assert engine.speculator.accepted > 60
         seen.append(watched.seen)
     common = seen[0].keys() & seen[1].keys()
-    alike = [sum(seen[0][text][i] == seen[1][text][i] for text in common if len(seen[0][text]) > i < len(seen[1][text]))
-             for i in range(3)]
+    alike = [
+        sum(
+            seen[0][text][i] == seen[1][text][i]
+            for text in common
+            if len(seen[0][text]) > i < len(seen[1][text])
+        )
+        for i in range(3)
+    ]
     print(scheme, "alike:", alike, "of", len(common))
     assert len(common) > 40 and alike[0] > 0.85 * len(common) and alike[2] > 0.5 * len(common)
 
 
 @pytest.mark.parametrize("unread", [False, True])
 def test_guesses_that_the_host_has_not_read_are_those_that_are_checked(unread):
-    """The guesses are made right on the device, where the step takes them from. `unread`: and steps are launched behind them before
-    anybody knows which were right.
+    """The guesses are made right on the device, where the step takes them from. `unread`: and steps
+    are launched behind them before anybody knows which were right.
     """
     decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
     asked = prompts(decoder.config, 3)
@@ -99,7 +114,8 @@ def test_guesses_that_the_host_has_not_read_are_those_that_are_checked(unread):
         for request in requests:
             behind.append(request.pending > 1)
             begin = request.length  # those in flight are right
-            drafts, text = found.get(request.number), texts[tuple(request.prompt)][begin : begin + 3]
+            drafts = found.get(request.number)
+            text = texts[tuple(request.prompt)][begin : begin + 3]
             if isinstance(drafts, LateDrafts) and len(text) == 3:
                 with torch.inference_mode():
                     drafts.arrival.found[:3, drafts.column] = torch.tensor(text, device=CUDA)

@@ -157,5 +157,7 @@ def test_a_scheme_without_a_kernel_keeps_the_type_of_activations(with_scales):
 
 
 def test_a_scale_that_is_none_is_named(with_scales):
-    with pytest.raises(CheckpointError, match=r"self_attn\.k_scale: one positive scale is expected"):
+    with pytest.raises(
+        CheckpointError, match=r"self_attn\.k_scale: one positive scale is expected"
+    ):
         loaded(with_scales(scale=0.0))

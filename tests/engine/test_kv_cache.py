@@ -15,13 +15,16 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(6, 2)
         self.held: list[list[int]] = []
-        self.content: dict[int, bytes] = {}  # what a registered block holds, as a model that never forgets wrongly
+        # what a registered block holds, as a model that never forgets wrongly
+        self.content: dict[int, bytes] = {}
 
     @rule(name=st.integers(0, 5))
     def start(self, name):
         chain = digests(b"", [name, 0], 1)
         found = self.pool.find(chain)
-        assert [self.content[block] for block in found] == chain[: len(found)], "a block was found under a foreign name"
+        assert [self.content[block] for block in found] == chain[: len(found)], (
+            "a block was found under a foreign name"
+        )
         self.pool.hold(found)
         taken = self.pool.take(2 - len(found))
         if taken is None:
@@ -40,7 +43,9 @@ class PoolMachine(RuleBasedStateMachine):
         taken = self.pool.take(count)
         assert (taken is None) == (count > before)
         if taken:
-            assert not {block for blocks in self.held for block in blocks} & set(taken), "a held block was given out"
+            assert not {block for blocks in self.held for block in blocks} & set(taken), (
+                "a held block was given out"
+            )
             self.held[which % len(self.held)].extend(taken)
 
     @precondition(lambda self: self.held)
@@ -75,7 +80,9 @@ def test_a_digest_depends_on_everything_before_it():
 def test_digests_of_full_blocks_are_the_same_whether_found_at_once_or_one_after_the_other():
     whole = digests(b"salt", range(11), 4)
     first = digests(b"salt", range(4), 4)
-    assert whole == first + digests(first[-1], range(4, 8), 4) and digests(b"salt", range(3), 4) == []
+    assert (
+        whole == first + digests(first[-1], range(4, 8), 4) and digests(b"salt", range(3), 4) == []
+    )
 
 
 def test_the_least_recently_used_prefix_is_forgotten_first_and_from_its_end():

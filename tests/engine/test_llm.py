@@ -1,4 +1,6 @@
-"""LLM on the default real model, against transformers and against itself; and on a tiny random one without any file."""
+"""LLM on the default real model, against transformers and against itself; and on a tiny random one
+without any file.
+"""
 
 import asyncio
 import threading
@@ -10,16 +12,21 @@ from tiny_configs import LLAMA
 
 from flyweight import LLM, SamplingParams
 from flyweight.engine.llm import TURN_TOKENS
-from flyweight.engine.prompts import as_prompts
 from flyweight.engine.loading import choose_dtype, end_ids, sampling_defaults
+from flyweight.engine.prompts import as_prompts
 from flyweight.engine.tokenizer import Detokenizer, Tokenizer
 from flyweight.errors import OptionError, RequestError, ResourceError
 from flyweight.models import presets
 
 GAP = 1e-3  # between the two best logits: closer ones may come out in either order
 HALF_GAP = 0.05  # of logits, where numbers have 16 bits on their way
-PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "def fibonacci(n):",
-           "Water boils at", "The three laws of robotics say that a robot may not"]
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):",
+    "Water boils at",
+    "The three laws of robotics say that a robot may not",
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,9 @@ def greedy(**options):
 
 
 def check_greedy(reference, prompt, answer, gap=GAP):
-    """Each token is transformers' best after the same tokens, so the whole text is, unless the two best are within `gap`."""
+    """Each token is transformers' best after the same tokens, so the whole text is, unless the two
+    best are within `gap`.
+    """
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     best = logits.max(-1).values
@@ -107,7 +116,9 @@ def test_a_cached_prefix_changes_no_token(llm):
 def test_samples_share_the_prompt_and_the_first_is_the_lone_one(llm):
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=8)
     lone = llm.generate(PROMPTS[1] * 3, params)[0]
-    several = llm.generate(PROMPTS[1] * 3, SamplingParams(temperature=1.0, seed=5, max_tokens=8, n=3))[0]
+    several = llm.generate(
+        PROMPTS[1] * 3, SamplingParams(temperature=1.0, seed=5, max_tokens=8, n=3)
+    )[0]
     assert several.completions[0].text == lone.text
     assert len({completion.text for completion in several.completions}) == 3
     assert several.completions[2].cached_tokens >= 16
@@ -118,7 +129,9 @@ def test_prompt_logprobs_are_those_of_transformers(llm, exact, reference):
         output = one.generate(PROMPTS[1], greedy(max_tokens=1, prompt_logprobs=1))[0]
         ids = torch.tensor([output.prompt_token_ids])
         with torch.inference_mode():
-            expected = reference(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            expected = (
+                reference(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            )
         found = torch.tensor([item.logprob for item in output.prompt_logprobs[1:]])
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -136,7 +149,9 @@ def test_the_chat_template_is_used_and_its_options_reach_it(llm):
     output = llm.chat(messages, greedy(ignore_eos=False, max_tokens=30))
     assert "<|im_start|>user\nSay hello.<|im_end|>" in output.prompt
     assert output.prompt.endswith("<|im_start|>assistant\n") and output.text.strip()
-    rendered = llm.tokenizer.render_chat(messages, chat_template="thinking: {{ enable_thinking }}", enable_thinking=False)
+    rendered = llm.tokenizer.render_chat(
+        messages, chat_template="thinking: {{ enable_thinking }}", enable_thinking=False
+    )
     assert rendered == "thinking: False"
     with pytest.raises(RequestError, match="chat template refuses"):
         llm.tokenizer.render_chat(messages, chat_template="{{ raise_exception('no') }}")
@@ -151,7 +166,9 @@ def test_emoji_stream_in_whole_characters(llm):
         detokenizer.add(token)
         pieces.append(detokenizer.text[before:])
     assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces) and "" in pieces, "some token must have held half a character"
+    assert not any("\ufffd" in piece for piece in pieces) and "" in pieces, (
+        "some token must have held half a character"
+    )
 
 
 def test_streams_share_the_engine_and_give_what_generate_gives(llm):
@@ -161,7 +178,9 @@ def test_streams_share_the_engine_and_give_what_generate_gives(llm):
     async def all_at_once():
         return await asyncio.gather(*(collect(prompt) for prompt in PROMPTS[:3]))
 
-    assert asyncio.run(all_at_once()) == [output.text for output in llm.generate(PROMPTS[:3], greedy())]
+    assert asyncio.run(all_at_once()) == [
+        output.text for output in llm.generate(PROMPTS[:3], greedy())
+    ]
 
 
 def test_leaving_a_stream_frees_its_blocks(tiny):
@@ -201,7 +220,9 @@ def test_a_failing_step_reaches_the_reader_of_the_stream(tiny):
 
 
 def test_a_step_that_fails_in_one_thread_is_heard_of_in_all(tiny, monkeypatch):
-    """The thread that makes the step gets its own exception; the others must not get half an answer."""
+    """The thread that makes the step gets its own exception; the others must not get half an
+    answer.
+    """
     model = LLM(**tiny)
     submitted, failed = threading.Barrier(2), threading.Event()
     step = model.engine.step
@@ -235,7 +256,9 @@ def test_a_step_that_fails_in_one_thread_is_heard_of_in_all(tiny, monkeypatch):
     for thread in threads:
         thread.join(60)
     assert isinstance(errors["one"], ZeroDivisionError)
-    assert isinstance(errors["other"], RequestError) and "the step that served this request failed" in str(errors["other"])
+    assert isinstance(
+        errors["other"], RequestError
+    ) and "the step that served this request failed" in str(errors["other"])
 
 
 def test_a_failing_step_does_not_end_an_iteration_early(tiny):
@@ -243,7 +266,8 @@ def test_a_failing_step_does_not_end_an_iteration_early(tiny):
     chunks = model.iterate([1, 2, 3], greedy())
     next(chunks)
     (request,) = model.engine.scheduler.running
-    model.engine._abandon(RuntimeError("the device fell off the bus"))  # as another thread's step would
+    # as another thread's step would
+    model.engine._abandon(RuntimeError("the device fell off the bus"))
     with pytest.raises(RequestError, match="fell off the bus"):
         list(chunks)
     assert request.finish_reason == "failed"
@@ -255,7 +279,10 @@ def test_random_presets_take_token_ids_and_say_so_about_text(tiny):
     assert (len(one.token_ids), len(two.token_ids), one.text) == (12, 12, "")
     with pytest.raises(RequestError, match="has no tokenizer; give the prompt as token ids"):
         model.generate("text")
-    longest = "has 200 tokens, but the context holds 128.*shorten the prompt: the model is made for no more"
+    longest = (
+        "has 200 tokens, but the context holds 128.*"
+        "shorten the prompt: the model is made for no more"
+    )
     with pytest.raises(RequestError, match=longest):
         model.generate([1] * 200)
     with pytest.raises(RequestError, match="shorten the prompt or raise max_model_len"):
@@ -282,7 +309,10 @@ def test_every_kind_of_prompt_is_told_from_a_list_of_them():
 
 
 def test_generation_config_gives_defaults_and_ends():
-    assert sampling_defaults({"temperature": 0.6, "top_k": 20, "top_p": None}) == {"temperature": 0.6, "top_k": 20}
+    assert sampling_defaults({"temperature": 0.6, "top_k": 20, "top_p": None}) == {
+        "temperature": 0.6,
+        "top_k": 20,
+    }
     assert sampling_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
     assert end_ids((1,), {"eos_token_id": [2, 3]}, None) == {1, 2, 3}
     assert end_ids((), {"eos_token_id": 4}, None) == {4}
@@ -309,7 +339,9 @@ def test_prompts_beside_answers_get_as_many_tokens_as_asked():
         LLM("preset:tiny", device="cpu", turns=True)
 
 
-@pytest.mark.parametrize("given", [{}, {"turns": False}, {"prompt_tokens_beside": 96}, {"speculate": "ngram"}])
+@pytest.mark.parametrize(
+    "given", [{}, {"turns": False}, {"prompt_tokens_beside": 96}, {"speculate": "ngram"}]
+)
 def test_a_server_takes_turns_where_passes_are_captured_and_nobody_guesses(given):
     llm = LLM("preset:tiny", device="cpu", blocks=16, max_model_len=64, **given)
     scheduler = llm.engine.scheduler
@@ -320,5 +352,7 @@ def test_a_server_takes_turns_where_passes_are_captured_and_nobody_guesses(given
     assert scheduler.turn_tokens is None, "parts of prompts are not captured"
     llm.engine.runner.passes = SimpleNamespace(patient=False, alone=False)
     llm.pace_prompts()
-    assert (scheduler.turn_tokens is None) == bool({"turns", "speculate"} & set(given)) and llm.engine.runner.passes.patient
+    assert (scheduler.turn_tokens is None) == bool(
+        {"turns", "speculate"} & set(given)
+    ) and llm.engine.runner.passes.patient
     assert scheduler.turn_tokens in (None, given.get("prompt_tokens_beside", TURN_TOKENS))

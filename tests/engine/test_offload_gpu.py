@@ -1,4 +1,6 @@
-"""A model with layers in the host's memory answers as one that is all on the GPU, captured steps included."""
+"""A model with layers in the host's memory answers as one that is all on the GPU, captured steps
+included.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ PROMPTS = [[7 * i + j % 11 + 3 for j in range(5 + 40 * i)] for i in range(6)]
 
 
 def answers(llm):
-    return [[output.token_ids for output in llm.generate(prompts, GREEDY)] for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[:3])]
+    return [
+        [output.token_ids for output in llm.generate(prompts, GREEDY)]
+        for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[:3])
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int4", "w8a8", "vptq"])

@@ -8,8 +8,11 @@ from flyweight.engine.offload_plan import layer_bytes, needed, plan
 
 
 def model(layers=10):
-    groups = [SimpleNamespace(module="embedding", layers=(), memory=500), SimpleNamespace(module="lm_head", layers=(), memory=500),
-              SimpleNamespace(module="mlp.down_proj", layers=tuple(range(layers)), memory=1000 * layers)]
+    groups = [
+        SimpleNamespace(module="embedding", layers=(), memory=500),
+        SimpleNamespace(module="lm_head", layers=(), memory=500),
+        SimpleNamespace(module="mlp.down_proj", layers=tuple(range(layers)), memory=1000 * layers),
+    ]
     return SimpleNamespace(groups=groups, layers=layers)
 
 

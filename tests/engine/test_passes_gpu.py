@@ -1,4 +1,6 @@
-"""Captured passes on a GPU: the very bits of the same pass launched kernel by kernel, and the logits of unpadded ones."""
+"""Captured passes on a GPU: the very bits of the same pass launched kernel by kernel, and the
+logits of unpadded ones.
+"""
 
 import sys
 from pathlib import Path
@@ -17,10 +19,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from families import small_config
 
 pytestmark = pytest.mark.gpu
-BOUND = {"bf16": 0.03, "int4": 0.03, "w8a16": 0.03, "w8a8": 0.1}  # W8A8 rounds otherwise where attention's last bit differs
-STEPS = [  # prompts alone, below and above where torch's attention takes them; prompts beside answers and chunks
-    [(0, 300)], [(1, 40)], [(2, 384)], [(3, 16)], [(0, 1), (1, 1), (4, 200)], [(2, 1), (3, 1), (5, 190)],
-    [(0, 1), (2, 1), (6, 210)], [(1, 120)], [(0, 1), (1, 1), (2, 1), (3, 1), (5, 1)], [(7, 600)], [(4, 100), (5, 60), (0, 1)],
+# W8A8 rounds otherwise where attention's last bit differs
+BOUND = {"bf16": 0.03, "int4": 0.03, "w8a16": 0.03, "w8a8": 0.1}
+# prompts alone, below and above where torch's attention takes them; prompts beside answers and
+# chunks
+STEPS = [
+    [(0, 300)],
+    [(1, 40)],
+    [(2, 384)],
+    [(3, 16)],
+    [(0, 1), (1, 1), (4, 200)],
+    [(2, 1), (3, 1), (5, 190)],
+    [(0, 1), (2, 1), (6, 210)],
+    [(1, 120)],
+    [(0, 1), (1, 1), (2, 1), (3, 1), (5, 1)],
+    [(7, 600)],
+    [(4, 100), (5, 60), (0, 1)],
     [(3, 500), (6, 90), (2, 1)],
 ]
 
@@ -33,19 +47,24 @@ def test_captured_passes_are_the_passes_launched_one_by_one(scheme):
     graphs = PassGraphs(decoder, story.padded, story.rows)
 
     def forward(batch):
-        first, second, third = (graphs.forward(batch).clone() for _ in range(3))  # by the third time from a graph
+        # by the third time from a graph
+        first, second, third = (graphs.forward(batch).clone() for _ in range(3))
         assert torch.equal(first, second) and torch.equal(first, third)
         return third
 
     story.forward = forward
     for spans in STEPS:
         story.step(*spans, into=graphs.inputs)
-    assert len(graphs.held) < len(STEPS) and all(one.graph is not None for one in graphs.held.values())
+    assert len(graphs.held) < len(STEPS) and all(
+        one.graph is not None for one in graphs.held.values()
+    )
 
 
 def test_prompts_of_latent_attention_are_captured_where_they_are_alone():
     config = small_config("deepseek-v2-lite", 2, tiny=True)
-    decoder = Decoder.load(PresetWeights(config, "bf16", device=CUDA), device=CUDA, dtype=torch.bfloat16)
+    decoder = Decoder.load(
+        PresetWeights(config, "bf16", device=CUDA), device=CUDA, dtype=torch.bfloat16
+    )
     story = Story(decoder, tolerance=BOUND["bf16"], page=PAGE, length=640)
     graphs = PassGraphs(decoder, story.padded, story.rows, alone=True)
     story.forward = graphs.forward
@@ -76,6 +95,16 @@ def test_requests_that_come_while_others_answer_are_served_by_captured_passes(tu
     assert sum(one.graph is not None for one in engine.runner.passes.held.values()) > 3
     first = [(one.logprobs[0], other.logprobs[0]) for one, other in zip(*answers, strict=True)]
     assert sum(one.token_id == other.token_id for one, other in first) > 36
-    assert all(abs(one.logprob - other.logprob) < 0.1 for one, other in first if one.token_id == other.token_id)
-    parted = [gap for one, other in zip(*answers, strict=True) if (gap := gap_where_parted(one, other)) is not None]
-    assert all(gap < 0.2 for gap in parted), "where answers part, two tokens were as good as each other"
+    assert all(
+        abs(one.logprob - other.logprob) < 0.1
+        for one, other in first
+        if one.token_id == other.token_id
+    )
+    parted = [
+        gap
+        for one, other in zip(*answers, strict=True)
+        if (gap := gap_where_parted(one, other)) is not None
+    ]
+    assert all(gap < 0.2 for gap in parted), (
+        "where answers part, two tokens were as good as each other"
+    )

@@ -40,9 +40,7 @@ def test_long_prompts_are_rounded_and_short_ones_are_not():
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_predictions_stay_close(kind, dtype):
     weights = PresetWeights("tiny", "int4")
-    plain, narrow = (
-        Decoder.load(weights, device="cpu", dtype=dtype, exact=True) for _ in range(2)
-    )
+    plain, narrow = (Decoder.load(weights, device="cpu", dtype=dtype, exact=True) for _ in range(2))
     narrow.narrow_prompts(kind)
     _, agreement = compare(plain, narrow, LONG, window=len(LONG))
     assert 0 < agreement.kl < (2e-3 if kind == "int8" else 2e-2)

@@ -1,4 +1,6 @@
-"""Sampling on a GPU, by one kernel: the tokens of the CPU's ops for the same logits, whatever the options."""
+"""Sampling on a GPU, by one kernel: the tokens of the CPU's ops for the same logits, whatever the
+options.
+"""
 
 import pytest
 import torch
@@ -11,24 +13,43 @@ from flyweight.engine.rows import Rows
 pytestmark = pytest.mark.gpu
 VOCABULARY, ROWS = 5000, 21
 STYLES = {
-    "greedy": {}, "plain": dict(temperature=0.9), "few": dict(temperature=0.9, top_k=20, top_p=0.9),
-    "nucleus": dict(temperature=1.2, top_p=0.8), "least share": dict(temperature=1.2, min_p=0.05),
-    "penalized": dict(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
-    "biased": dict(logit_bias={3: 5.0, 4: -5.0}), "held": dict(temperature=1.0, min_tokens=9),
+    "greedy": {},
+    "plain": dict(temperature=0.9),
+    "few": dict(temperature=0.9, top_k=20, top_p=0.9),
+    "nucleus": dict(temperature=1.2, top_p=0.8),
+    "least share": dict(temperature=1.2, min_p=0.05),
+    "penalized": dict(
+        temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
+    ),
+    "biased": dict(logit_bias={3: 5.0, 4: -5.0}),
+    "held": dict(temperature=1.0, min_tokens=9),
 }
 
 
 def rows_of(styles, device):
     rows = Rows(len(styles), pages=4, vocabulary=VOCABULARY, device=torch.device(device))
-    rows.enter([Request(number=i, prompt=list(range(i + 1)), seed=i * 77, limit=100, end_ids=frozenset([1, 2]),
-                        params=SamplingParams(**({"temperature": 0} | STYLES[style])).with_defaults({}))
-                for i, style in enumerate(styles)])
+    rows.enter(
+        [
+            Request(
+                number=i,
+                prompt=list(range(i + 1)),
+                seed=i * 77,
+                limit=100,
+                end_ids=frozenset([1, 2]),
+                params=SamplingParams(**({"temperature": 0} | STYLES[style])).with_defaults({}),
+            )
+            for i, style in enumerate(styles)
+        ]
+    )
     rows.lengths[: len(styles)] = torch.arange(1, len(styles) + 1, dtype=torch.int32)
     return rows
 
 
-@pytest.mark.parametrize("styles", [*([style] * ROWS for style in STYLES), [*STYLES] * 3],
-                         ids=lambda styles: "all" if len(set(styles)) > 1 else styles[0])
+@pytest.mark.parametrize(
+    "styles",
+    [*([style] * ROWS for style in STYLES), [*STYLES] * 3],
+    ids=lambda styles: "all" if len(set(styles)) > 1 else styles[0],
+)
 def test_the_kernel_chooses_what_the_ops_of_the_cpu_choose(styles):
     here, there = rows_of(styles, "cpu"), rows_of(styles, "cuda")
     assert here.mode == there.mode and here.sampler is None and there.sampler is not None
@@ -40,7 +61,8 @@ def test_the_kernel_chooses_what_the_ops_of_the_cpu_choose(styles):
         if turn % 2:  # as behind a captured step
             here.advance(logits.argmax(-1))
             there.advance(on_gpu.argmax(-1))
-            tokens, found = here.choose(logits, allowed=allowed), there.choose(on_gpu, allowed=allowed)
+            tokens = here.choose(logits, allowed=allowed)
+            found = there.choose(on_gpu, allowed=allowed)
         else:  # as behind a pass, in any order
             order = torch.randperm(count)
             for rows in (here, there):
@@ -53,7 +75,9 @@ def test_the_kernel_chooses_what_the_ops_of_the_cpu_choose(styles):
         if here.mode.penalized:
             here.sampling.seen[1].copy_(there.sampling.seen[1])
         assert torch.equal(here.lengths, there.lengths.cpu())
-    assert different <= 1, "logarithms may differ in the last bit, and so may one token in a hundred"
+    assert different <= 1, (
+        "logarithms may differ in the last bit, and so may one token in a hundred"
+    )
 
 
 def test_a_captured_step_draws_what_is_drawn_behind_it(monkeypatch):
@@ -64,8 +88,13 @@ def test_a_captured_step_draws_what_is_drawn_behind_it(monkeypatch):
     asked = prompts(decoder.config, 5, longest=40)
 
     def answers(engine, kinds):
-        options = [params(**STYLES[kind], max_tokens=20, seed=7 + i) for i, kind in enumerate(kinds)]
-        return run(engine, [engine.submit(prompt, each)[0] for prompt, each in zip(asked, options, strict=True)])
+        options = [
+            params(**STYLES[kind], max_tokens=20, seed=7 + i) for i, kind in enumerate(kinds)
+        ]
+        return run(
+            engine,
+            [engine.submit(prompt, each)[0] for prompt, each in zip(asked, options, strict=True)],
+        )
 
     engine = make_engine(decoder)
     inside = [answers(engine, mixes[0])]

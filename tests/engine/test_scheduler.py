@@ -6,21 +6,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flyweight.engine import scheduler as schedulers
 from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, SamplingParams
-from flyweight.engine import scheduler as schedulers
 from flyweight.engine.scheduler import Scheduler
 from flyweight.errors import OptionError
 
 
 def make(blocks=32, size=4, seqs=4, budget=8, **options):
-    return Scheduler(BlockPool(blocks, size), max_num_seqs=seqs, max_num_batched_tokens=budget, **options)
+    return Scheduler(
+        BlockPool(blocks, size), max_num_seqs=seqs, max_num_batched_tokens=budget, **options
+    )
 
 
 def request(number, length, *, answer=4, salt=b""):
-    return Request(number=number, prompt=[number * 1000 + i for i in range(length)], params=SamplingParams(), seed=0,
-                   limit=length + answer, salt=salt)
+    return Request(
+        number=number,
+        prompt=[number * 1000 + i for i in range(length)],
+        params=SamplingParams(),
+        seed=0,
+        limit=length + answer,
+        salt=salt,
+    )
 
 
 def play(scheduler, works):
@@ -33,10 +41,21 @@ def play(scheduler, works):
 
 
 @settings(max_examples=200)
-@given(arrivals=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12),
-       blocks=st.integers(8, 16), seqs=st.integers(1, 4), budget=st.integers(4, 12),
-       cancels=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=4), turns=st.booleans())
-def test_every_request_ends_within_budget_and_every_block_comes_back(arrivals, blocks, seqs, budget, cancels, turns):
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 20), st.integers(1, 12)),
+        min_size=1,
+        max_size=12,
+    ),
+    blocks=st.integers(8, 16),
+    seqs=st.integers(1, 4),
+    budget=st.integers(4, 12),
+    cancels=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=4),
+    turns=st.booleans(),
+)
+def test_every_request_ends_within_budget_and_every_block_comes_back(
+    arrivals, blocks, seqs, budget, cancels, turns
+):
     scheduler = make(blocks, 4, seqs, budget)
     scheduler.turn_tokens = budget if turns else None
     requests = [request(i, length, answer=answer) for i, (_, length, answer) in enumerate(arrivals)]
@@ -44,7 +63,11 @@ def test_every_request_ends_within_budget_and_every_block_comes_back(arrivals, b
     for step in range(3000):
         while coming and arrivals[coming[0]][0] <= step:
             scheduler.add(requests[coming.pop(0)])
-        if (target := cancels.get(step)) is not None and target < len(requests) and target not in coming:
+        if (
+            (target := cancels.get(step)) is not None
+            and target < len(requests)
+            and target not in coming
+        ):
             scheduler.finish(requests[target], "cancelled")
             assert not requests[target].blocks
         works = scheduler.schedule()
@@ -86,7 +109,9 @@ def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without()
     sizes = []
     while scheduler.busy:
         works = scheduler.schedule()
-        sizes.append((answering.finished, sum(work.count for work in works if work.request is not answering)))
+        sizes.append(
+            (answering.finished, sum(work.count for work in works if work.request is not answering))
+        )
         play(scheduler, works)
     assert [size for finished, size in sizes if not finished] == [16] * 5
     assert [size for finished, size in sizes if finished] == [64, 36]
@@ -102,7 +127,9 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     play(scheduler, scheduler.schedule())
 
     def turns(*lengths):
-        """Tokens of the passes of prompts, and that a step of both answers stands between any two."""
+        """Tokens of the passes of prompts, and that a step of both answers stands between any
+        two.
+        """
         coming = [request(100 + i, length, answer=1, salt=None) for i, length in enumerate(lengths)]
         for one in coming:
             scheduler.add(one)
@@ -110,12 +137,16 @@ def test_answers_and_prompts_take_turns(monkeypatch):
         while not all(one.finished for one in coming):
             works = scheduler.schedule()
             if any(work.request in answering for work in works):
-                assert [work.request for work in works] == answering and all(work.count == 1 for work in works)
+                assert [work.request for work in works] == answering and all(
+                    work.count == 1 for work in works
+                )
                 sizes.append(None)
             else:
                 sizes.append(sum(work.count for work in works))
             play(scheduler, works)
-        assert not any(a is not None and b is not None for a, b in itertools.pairwise(sizes)), "answers wait for one pass"
+        assert not any(a is not None and b is not None for a, b in itertools.pairwise(sizes)), (
+            "answers wait for one pass"
+        )
         return [size for size in sizes if size is not None]
 
     assert turns(200) == [64, 64, 64, 8]
@@ -127,7 +158,9 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     monkeypatch.setattr(schedulers, "MANY_CACHED", 100)
     assert turns(200) == [64, 64, 48, 24], "attention to many cached tokens takes longer"
     monkeypatch.setattr(schedulers, "MANY_ANSWERS", 2)
-    assert turns(130) == [64, 48, 18], "a prompt that is being read counts: it may answer behind this pass"
+    assert turns(130) == [64, 48, 18], (
+        "a prompt that is being read counts: it may answer behind this pass"
+    )
     assert turns(200) == [64, 48, 32, 32, 24], "where both is so a pass is half as large"
     monkeypatch.setattr(schedulers, "MANY_CACHED", 10_000)
     monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
@@ -140,7 +173,9 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     assert turns(96, 96, 96, 96)[:2] == [48, 48], "a burst that finds no seats is none"
     for _ in range(2):
         works = scheduler.schedule()
-        assert [work.request for work in works] == answering, "where no prompt waits, every step is the answers'"
+        assert [work.request for work in works] == answering, (
+            "where no prompt waits, every step is the answers'"
+        )
         play(scheduler, works)
 
 
@@ -157,9 +192,14 @@ def test_a_burst_is_read_at_once_beside_its_own_first_answers_and_in_turns_besid
         for i in range(4):
             scheduler.add(request(number + i, 70, answer=1))
         sizes = []
-        while not all(one.missing <= 1 for one in [*scheduler.waiting, *scheduler.running]) or not sizes:
+        while (
+            not all(one.missing <= 1 for one in [*scheduler.waiting, *scheduler.running])
+            or not sizes
+        ):
             works = scheduler.schedule()
-            sizes += [sum(work.count for work in works)] if any(work.count > 1 for work in works) else []
+            sizes += (
+                [sum(work.count for work in works)] if any(work.count > 1 for work in works) else []
+            )
             play(scheduler, works)
         return sizes[0]
 
@@ -223,7 +263,9 @@ def test_waiting_requests_are_served_in_order_of_arrival():
 def test_a_long_prompt_comes_in_chunks_and_only_the_last_one_samples():
     scheduler = make(budget=8)
     scheduler.add(request(0, 20))
-    chunks = [(work.start, work.count, work.samples) for _ in range(3) for work in scheduler.schedule()]
+    chunks = [
+        (work.start, work.count, work.samples) for _ in range(3) for work in scheduler.schedule()
+    ]
     assert chunks == [(0, 8, False), (8, 8, False), (16, 4, True)]
 
 

@@ -3,11 +3,19 @@
 import pytest
 import torch
 from tiny_configs import LLAMA
-from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alone, params, run, toy_engine
+from toy_engine import (
+    SHAPE,
+    VOCABULARY,
+    ToyModel,
+    alone,
+    imitate_capture,
+    params,
+    run,
+    toy_engine,
+)
 
 from flyweight import LLM, SamplingParams
 from flyweight.engine.request import Chunk, Constraint, Request
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
 from flyweight.engine.speculation.lookup import LookupFirst
@@ -16,6 +24,7 @@ from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.speculation.trial import LEAST_STEPS, RETRY, Trial
+from flyweight.engine.work import Work
 from flyweight.errors import OptionError
 from flyweight.models import presets
 
@@ -48,10 +57,14 @@ class Oracle:
     def propose(self, requests, most):
         found = {}
         for request in requests:
-            text = next(text for text in self.texts if text[: len(request.tokens)] == request.tokens)
+            text = next(
+                text for text in self.texts if text[: len(request.tokens)] == request.tokens
+            )
             begin = len(request.tokens) + request.pending
-            found[request.number] = [(text[i] + (i % self.wrong == 0)) % VOCABULARY
-                                     for i in range(begin, min(len(text), begin + most[request.number]))]
+            found[request.number] = [
+                (text[i] + (i % self.wrong == 0)) % VOCABULARY
+                for i in range(begin, min(len(text), begin + most[request.number]))
+            ]
         return found
 
     def observe(self, request, drafts, accepted):
@@ -78,7 +91,9 @@ SAMPLING = {
     "greedy": dict(),
     "sampled": dict(temperature=0.9, seed=3),
     "filtered": dict(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=4),
-    "penalized": dict(temperature=0.7, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, seed=5),
+    "penalized": dict(
+        temperature=0.7, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, seed=5
+    ),
     "biased": dict(logit_bias={3: 2.0, 9: -4.0}, min_tokens=6, stop_token_ids=[11, 12, 13, 14]),
 }
 
@@ -92,7 +107,9 @@ def test_an_answer_is_the_same_with_guesses_right_and_wrong(kind, captured):
     engine = speculating(Oracle(texts), captured=captured)
     steps = len(engine.runner.model.batches)
     assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
-    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert (
+        engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    )
     if captured:
         assert len(engine.runner.shared_steps.taken) >= 4
     if kind != "biased":  # ended by its stop tokens
@@ -110,7 +127,10 @@ class LateOracle(Oracle):
         if not columns:
             return {}
         arrival = Arrival(torch.tensor(columns).T)
-        return {number: LateDrafts(arrival, i, len(guesses)) for i, (number, guesses) in enumerate(known.items())}
+        return {
+            number: LateDrafts(arrival, i, len(guesses))
+            for i, (number, guesses) in enumerate(known.items())
+        }
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -120,11 +140,15 @@ def test_guesses_that_the_host_has_not_read_are_checked_all_the_same(captured):
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
     engine = speculating(LateOracle(texts), captured=captured)
     assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
-    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert (
+        engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    )
 
 
 class UnreadOracle(LateOracle):
-    """Knows how many of its guesses in flight are right, as the device does, and guesses behind them."""
+    """Knows how many of its guesses in flight are right, as the device does, and guesses behind
+    them.
+    """
 
     def __init__(self, texts, wrong=5):
         super().__init__(texts, wrong)
@@ -132,12 +156,17 @@ class UnreadOracle(LateOracle):
 
     def guesses_unread(self, works):
         latest = [self.latest.get(work.request.number, (0, ()))[1] for work in works]
-        return all(work.drafts and len(guesses) == len(work.drafts) for work, guesses in zip(works, latest, strict=True))
+        return all(
+            work.drafts and len(guesses) == len(work.drafts)
+            for work, guesses in zip(works, latest, strict=True)
+        )
 
     def propose(self, requests, most):
         columns = []
         for request in requests:
-            text = next(text for text in self.texts if text[: len(request.tokens)] == request.tokens)
+            text = next(
+                text for text in self.texts if text[: len(request.tokens)] == request.tokens
+            )
             begin = len(request.tokens)
             if request.pending:
                 before, guesses = self.latest[request.number]
@@ -146,12 +175,20 @@ class UnreadOracle(LateOracle):
                     right += 1
                 begin = before + right + 1
             places = range(begin, begin + most[request.number])
-            guesses = [(text[i] + (i % self.wrong == 0)) % VOCABULARY if i < len(text) else 0 for i in places]
+            guesses = [
+                (text[i] + (i % self.wrong == 0)) % VOCABULARY if i < len(text) else 0
+                for i in places
+            ]
             self.latest[request.number] = begin, guesses
             columns.append(guesses)
         longest = max(map(len, columns))
-        arrival = Arrival(torch.tensor([[*guesses, *[0] * (longest - len(guesses))] for guesses in columns]).T)
-        return {request.number: LateDrafts(arrival, i, len(columns[i])) for i, request in enumerate(requests)}
+        arrival = Arrival(
+            torch.tensor([[*guesses, *[0] * (longest - len(guesses))] for guesses in columns]).T
+        )
+        return {
+            request.number: LateDrafts(arrival, i, len(columns[i]))
+            for i, request in enumerate(requests)
+        }
 
 
 @pytest.mark.parametrize("kind", SAMPLING)
@@ -165,7 +202,9 @@ def test_guesses_behind_guesses_that_nobody_has_read(kind):
     for _ in range(4):  # the others' prompts come in the middle of these answers
         engine.step()
     assert run(engine, *first, *(engine.submit(prompt, options) for prompt in PROMPTS[2:])) == want
-    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert (
+        engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    )
     assert (len(followed) > 2) == (kind != "penalized")
 
 
@@ -189,7 +228,9 @@ class AheadOracle(Oracle):
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_guesses_behind_tokens_in_flight_are_checked_all_the_same(kind, follows):
-    """`follows`: and steps behind such guesses are launched before anybody knows how many of them were right."""
+    """`follows`: and steps behind such guesses are launched before anybody knows how many of them
+    were right.
+    """
     options = params(max_tokens=24, **SAMPLING[kind])
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
@@ -201,7 +242,9 @@ def test_guesses_behind_tokens_in_flight_are_checked_all_the_same(kind, follows)
     for _ in range(6):  # the others' prompts come in the middle of these answers
         engine.step()
     assert run(engine, *first, *(engine.submit(prompt, options) for prompt in PROMPTS[2:])) == want
-    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    assert (
+        engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    )
     assert oracle.behind_flights > 4
     assert (len(behind_guesses) > 2) == (follows and kind != "penalized")
     assert len(engine.runner.steps.taken) > 2 and len(engine.runner.shared_steps.taken) > 2
@@ -225,7 +268,9 @@ EITHER = pytest.mark.parametrize("drafter", [Oracle, AheadOracle])
 
 @EITHER
 def test_few_blocks_give_the_same_answers(drafter):
-    """Requests are preempted in the middle of their answers, and guesses never take a block that another request needs."""
+    """Requests are preempted in the middle of their answers, and guesses never take a block that
+    another request needs.
+    """
     options = params(max_tokens=40)
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
@@ -237,7 +282,9 @@ def test_few_blocks_give_the_same_answers(drafter):
 
 @EITHER
 def test_a_prefix_that_was_guessed_is_found_again(drafter):
-    """The blocks of accepted tokens hold what those of a prompt would: a continuation of the answer reuses them."""
+    """The blocks of accepted tokens hold what those of a prompt would: a continuation of the answer
+    reuses them.
+    """
     options = params(max_tokens=30)
     prompt = PROMPTS[0]
     answer = alone(prompt, options)
@@ -292,7 +339,9 @@ def test_a_stop_string_cuts_the_kept_tokens(drafter):
     stop = f"<{answer[4]}><{answer[5]}>"
     engine = by(drafter([PROMPTS[0] + answer], wrong=100), count=8, decode=decode)
     chunks: list[Chunk] = []
-    (request,) = engine.submit(PROMPTS[0], params(max_tokens=20, stop=[stop]), listener=chunks.append)
+    (request,) = engine.submit(
+        PROMPTS[0], params(max_tokens=20, stop=[stop]), listener=chunks.append
+    )
     run(engine, [request])
     assert request.text == decode(answer[:4]) == "".join(chunk.text for chunk in chunks)
     assert request.stop_reason == stop
@@ -335,20 +384,34 @@ def test_a_constrained_request_goes_one_by_one_beside_one_that_guesses():
 
 
 def model_drafter(**options):
-    return ModelDrafter(ToyModel(), SHAPE, **(dict(vocabulary=VOCABULARY, device=torch.device("cpu"), context=256, sequences=8,
-                                                   blocks=256, block_size=4) | options))
+    return ModelDrafter(
+        ToyModel(),
+        SHAPE,
+        **(
+            dict(
+                vocabulary=VOCABULARY,
+                device=torch.device("cpu"),
+                context=256,
+                sequences=8,
+                blocks=256,
+                block_size=4,
+            )
+            | options
+        ),
+    )
 
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_a_model_that_is_as_good_guesses_every_token(kind, captured):
-    """Its shadows draw with the same noise. Blocks, rows and positions are right, or the toy would choose otherwise."""
+    """Its shadows draw with the same noise. Blocks, rows and positions are right, or the toy would
+    choose otherwise.
+    """
     options = params(max_tokens=24, **SAMPLING[kind])
     want = [alone(prompt, options) for prompt in PROMPTS]
     drafter = model_drafter()
     if captured:
-        drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
-        drafter.runner.shared_steps = EagerSteps(drafter.runner, 64, drafter.runner.shared_rows)
+        imitate_capture(drafter.runner)
     engine = speculating(drafter, captured=captured)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
@@ -374,8 +437,7 @@ def test_a_model_that_errs_is_corrected(captured):
     drafter = model_drafter(blocks=40)  # too few for all at once
     drafter.runner.model = Forgetful()
     if captured:
-        drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
-        drafter.runner.shared_steps = EagerSteps(drafter.runner, 64, drafter.runner.shared_rows)
+        imitate_capture(drafter.runner)
     engine = speculating(drafter, captured=captured)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
@@ -397,7 +459,9 @@ def decoding(number):
 
 
 def learned(cost, chance_right):
-    """What the policy says after steps that cost so much, and guesses of which so many were right."""
+    """What the policy says after steps that cost so much, and guesses of which so many were
+    right.
+    """
     lengths = Measured()
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64):
         lengths.learn(cost(rows), rows)
@@ -433,7 +497,8 @@ def test_a_request_that_stopped_guessing_tries_again():
 
 def test_what_follows_is_what_followed_before():
     index = TokenIndex([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 7, 1, 2, 3, 4])
-    assert index.after(index.match(index.tokens, 3, own=True), 3, own=True) == [5, 9, 2]  # the longer past wins
+    # the longer past wins
+    assert index.after(index.match(index.tokens, 3, own=True), 3, own=True) == [5, 9, 2]
     assert index.match([8, 8, 8], 3, own=False) is None
     assert index.match([2, 3, 4], 3, own=False) == 14
     assert index.match([1, 2, 3, 4], 5, own=False) is None  # asks for more than agrees
@@ -450,7 +515,9 @@ def test_what_is_found_in_earlier_text_goes_before_a_models_guesses(kind):
     drafter = LookupFirst(model_drafter(), 2)
     asked = []
     propose = drafter.other.propose
-    drafter.other.propose = lambda requests, most: asked.append(max(most.values())) or propose(requests, most)
+    drafter.other.propose = lambda requests, most: (
+        asked.append(max(most.values())) or propose(requests, most)
+    )
     quoted = []
     look = drafter.lookup.propose
 
@@ -516,13 +583,17 @@ def test_guesses_are_tried_and_given_up_where_they_do_not_pay():
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("pays", [False, True])
 def test_answers_are_the_same_while_guesses_are_tried(kind, pays):
-    """n-grams where they hit, a drafter whose guesses the device has where it pays, and nobody at first."""
+    """n-grams where they hit, a drafter whose guesses the device has where it pays, and nobody at
+    first.
+    """
     options = params(max_tokens=24, **SAMPLING[kind])
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
     trial = Trial()
     trial.learn = lambda seconds, sequences, guessed: [
-        times.learn(value, sequences) for times, value in ((trial.without, 1.0), (trial.guessed, 0.1 if pays else 9.0))]
+        times.learn(value, sequences)
+        for times, value in ((trial.without, 1.0), (trial.guessed, 0.1 if pays else 9.0))
+    ]
     other = UnreadOracle(texts)
     engine = toy_engine(captured=True)
     engine.speculator = Speculator(LookupFirst(other, 3, trial), Fixed(7))
@@ -552,7 +623,9 @@ def test_earlier_answers_help_those_of_the_same_salt_alone():
 
 
 def test_only_whole_steps_say_how_long_steps_take():
-    """A step that is launched right after guesses were read is not waited for, so its time is that of launching alone."""
+    """A step that is launched right after guesses were read is not waited for, so its time is that
+    of launching alone.
+    """
 
     class NowAndThen(Oracle):
         def promising(self, request):
@@ -572,7 +645,9 @@ def test_only_whole_steps_say_how_long_steps_take():
         guessed = engine.flight is None and not request.finished
         kinds.append((before is not None, guessed, len(learned) > known))
     assert any(guessed for _, guessed, _ in kinds) and len(learned) > 10
-    assert not any(told for ahead, guessed, told in kinds if not ahead and not guessed), "nothing was waited for"
+    assert not any(told for ahead, guessed, told in kinds if not ahead and not guessed), (
+        "nothing was waited for"
+    )
     assert {1, 3} <= set(learned)
 
 
@@ -587,7 +662,9 @@ def test_guesses_are_read_at_once_where_that_is_faster():
         speculator.learn(works, 0.60e-3, 5)
         speculator.prepared(0.15e-3)
     assert speculator.token_seconds == pytest.approx(1 / 6e3, rel=0.3)
-    assert speculator.follows(works), "after half of the guesses nobody guesses again, and the host takes long"
+    assert speculator.follows(works), (
+        "after half of the guesses nobody guesses again, and the host takes long"
+    )
     speculator.goes_on = 1.0
     assert not speculator.follows(works), "guesses come one after the other"
     speculator.gap = 0.4e-3
@@ -595,7 +672,9 @@ def test_guesses_are_read_at_once_where_that_is_faster():
 
 
 def test_without_a_guess_steps_are_launched_ahead():
-    """The drafter is asked before the step in flight is read, and lets it fly where it has nothing."""
+    """The drafter is asked before the step in flight is read, and lets it fly where it has
+    nothing.
+    """
     engine = speculating(NgramDrafter(), captured=True)
     (request,) = engine.submit(PROMPTS[0], params(max_tokens=12))
     pending = []
@@ -606,17 +685,38 @@ def test_without_a_guess_steps_are_launched_ahead():
     assert pending.count(1) >= 10
 
 
-@pytest.mark.parametrize(("text", "want"), [
-    (None, Speculation()), ("off", Speculation()), ("ngram", Speculation("ngram")),
-    ("ngram:3", Speculation("ngram", None, 3)), ("auto", Speculation("auto")),
-    ("auto:eagle3:a:2", Speculation("eagle3", "a", 2, while_it_pays=True)),
-    ("model:preset:tiny:fp32", Speculation("model", "preset:tiny:fp32", 4)), ("model:a:2", Speculation("model", "a", 2)),
-])
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (None, Speculation()),
+        ("off", Speculation()),
+        ("ngram", Speculation("ngram")),
+        ("ngram:3", Speculation("ngram", None, 3)),
+        ("auto", Speculation("auto")),
+        ("auto:eagle3:a:2", Speculation("eagle3", "a", 2, while_it_pays=True)),
+        ("model:preset:tiny:fp32", Speculation("model", "preset:tiny:fp32", 4)),
+        ("model:a:2", Speculation("model", "a", 2)),
+    ],
+)
 def test_the_option_is_understood(text, want):
     assert Speculation.parse(text) == want
 
 
-@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "auto:ngram", "auto:model", "eagle3:", "model:a:99"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ngrams",
+        "ngram:0",
+        "ngram:x",
+        "model",
+        "model:",
+        "auto:3",
+        "auto:ngram",
+        "auto:model",
+        "eagle3:",
+        "model:a:99",
+    ],
+)
 def test_a_wrong_option_is_refused_in_one_line(text):
     with pytest.raises(OptionError) as error:
         Speculation.parse(text)
@@ -632,13 +732,27 @@ def tiny(monkeypatch):
 
 @pytest.mark.parametrize("native", [False, None], ids=["torch", "native where it can"])
 def test_a_float32_model_gives_the_same_tokens_whoever_guesses(tiny, native):
-    """Greedy and sampled requests in one batch that is short of blocks, twice, so that the second finds prefixes."""
+    """Greedy and sampled requests in one batch that is short of blocks, twice, so that the second
+    finds prefixes.
+    """
     prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [5] * 20, [1, 2, 3, 4, 5, 7]]
-    asked = [SamplingParams(temperature=t, seed=5, max_tokens=40, ignore_eos=True) for t in (0, 0.8, 0, 0.7)]
+    asked = [
+        SamplingParams(temperature=t, seed=5, max_tokens=40, ignore_eos=True)
+        for t in (0, 0.8, 0, 0.7)
+    ]
 
     def answers(speculate):
-        llm = LLM("preset:tiny:fp32", device="cpu", blocks=36, block_size=4, native=native, speculate=speculate)
-        return [[output.token_ids for output in llm.generate(prompts, asked)] for _ in range(2)], llm.engine.speculator
+        llm = LLM(
+            "preset:tiny:fp32",
+            device="cpu",
+            blocks=36,
+            block_size=4,
+            native=native,
+            speculate=speculate,
+        )
+        return [
+            [output.token_ids for output in llm.generate(prompts, asked)] for _ in range(2)
+        ], llm.engine.speculator
 
     want, _ = answers(None)
     for speculate in ("ngram", "model:preset:tinier:fp32:3", "auto"):
@@ -649,7 +763,13 @@ def test_a_float32_model_gives_the_same_tokens_whoever_guesses(tiny, native):
 
 def test_a_drafter_of_another_vocabulary_is_refused(tiny):
     with pytest.raises(OptionError, match="preset:other:fp32 cannot guess for preset:tiny:fp32"):
-        LLM("preset:tiny:fp32", device="cpu", blocks=36, block_size=4, speculate="model:preset:other:fp32")
+        LLM(
+            "preset:tiny:fp32",
+            device="cpu",
+            blocks=36,
+            block_size=4,
+            speculate="model:preset:other:fp32",
+        )
 
 
 def test_the_text_of_accepted_guesses_is_made_behind_the_next_launch():
@@ -678,4 +798,6 @@ def test_the_text_of_accepted_guesses_is_made_behind_the_next_launch():
     assert "".join(chunk.text for chunk in heard) == request.text == engine.answers.decode(text)
     assert heard[-1].finish_reason == "length" and not engine.answers.untold
     assert request.accepted > 10
-    assert happened[:3] == ["launch", "launch", "told"], "what the first step gave is told while the second runs"
+    assert happened[:3] == ["launch", "launch", "told"], (
+        "what the first step gave is told while the second runs"
+    )

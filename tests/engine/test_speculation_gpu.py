@@ -8,11 +8,11 @@ from flyweight.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.request import Request
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.lengths import Fixed
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.work import Work
 
 pytestmark = pytest.mark.gpu
 GAP = 0.1  # of logprobs: kernels differ by the number of rows and sum in another order
@@ -20,8 +20,9 @@ BOUND = {"bf16": 0.02, "int4": 0.02, "w8a8": 0.06}
 
 
 class Oracle:
-    """Knows the answers, and errs at every fifth token of the text; where a text parted from them it is silent, and at
-    every fourth step, so that others are launched behind tokens in flight."""
+    """Knows the answers, and errs at every fifth token of the text; where a text parted from them
+    it is silent, and at every fourth step, so that others are launched behind tokens in flight.
+    """
 
     guesses_ahead = True
 
@@ -42,7 +43,9 @@ class Oracle:
         found = {}
         self.calls += 1
         for request in requests if self.calls % 4 else ():
-            text = next((text for text in self.texts if text[: len(request.tokens)] == request.tokens), [])
+            text = next(
+                (text for text in self.texts if text[: len(request.tokens)] == request.tokens), []
+            )
             begin = len(request.tokens) + request.pending
             at = range(begin, min(len(text), begin + most[request.number]))
             found[request.number] = [text[i] + (i % 5 == 0) for i in at]
@@ -68,11 +71,27 @@ def test_rows_of_one_sequence_give_the_logits_of_a_step_each(scheme, counts):
     starts = (300, 29)
     results = []
     for shared in (False, True):
-        caches = [KVStorage(*(torch.zeros(2 * pages, PAGE, config.kv_heads, config.head_dim, dtype=torch.bfloat16, device=CUDA)
-                              for _ in range(2))) for _ in range(config.layers)]
+        caches = [
+            KVStorage(
+                *(
+                    torch.zeros(
+                        2 * pages,
+                        PAGE,
+                        config.kv_heads,
+                        config.head_dim,
+                        dtype=torch.bfloat16,
+                        device=CUDA,
+                    )
+                    for _ in range(2)
+                )
+            )
+            for _ in range(config.layers)
+        ]
         rows = Rows(2, pages=pages, vocabulary=config.vocab_size, device=CUDA)
-        requests = [Request(i, text[:start], params(), seed=0, limit=400, blocks=blocks[i])
-                    for i, (text, start) in enumerate(zip(tokens, starts, strict=True))]
+        requests = [
+            Request(i, text[:start], params(), seed=0, limit=400, blocks=blocks[i])
+            for i, (text, start) in enumerate(zip(tokens, starts, strict=True))
+        ]
         rows.enter(requests)
         rows.extend()
         graphs = DecodeGraphs(decoder, caches, rows)
@@ -83,8 +102,12 @@ def test_rows_of_one_sequence_give_the_logits_of_a_step_each(scheme, counts):
             graphs.logits(2)
         if shared:
             places = SharedRows(rows)
-            works = [Work(request, start - 1, count, True, tuple(tokens[i][start : start + count - 1]))
-                     for i, (request, start, count) in enumerate(zip(requests, starts, counts, strict=True))]
+            works = [
+                Work(request, start - 1, count, True, tuple(tokens[i][start : start + count - 1]))
+                for i, (request, start, count) in enumerate(
+                    zip(requests, starts, counts, strict=True)
+                )
+            ]
             assert places.takes(works)
             steps = DecodeGraphs(decoder, caches, places)
             assert steps.step(4).decode.separate is None, "four rows go through qkv_attention.cu"
@@ -120,7 +143,15 @@ def test_answers_are_the_same_with_guesses(scheme):
         got = [engine.submit(prompt, params(logprobs=BEST)) for prompt in asked]
         run(engine, [one for (one,) in got])
         gaps = [gap_where_parted(one, other) for (one,), (other,) in zip(want, got, strict=True)]
-        print(scheme, type(drafter).__name__, follows, engine.speculator.accepted, "of", engine.speculator.drafted, gaps)
+        print(
+            scheme,
+            type(drafter).__name__,
+            follows,
+            engine.speculator.accepted,
+            "of",
+            engine.speculator.drafted,
+            gaps,
+        )
         assert all(gap is None or gap < GAP for gap in gaps)
         if isinstance(drafter, Oracle):
             assert engine.runner.shared_steps is not None and engine.runner.shared_steps.graphs
@@ -132,15 +163,26 @@ def test_sampled_answers_are_the_same_with_guesses(penalty):
     """The same seed draws the same noise, whatever was guessed."""
     decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
     asked = prompts(decoder.config, 3)
-    options = [params(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=penalty, seed=seed, logprobs=1) for seed in range(3)]
+    options = [
+        params(
+            temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=penalty, seed=seed, logprobs=1
+        )
+        for seed in range(3)
+    ]
     plain = make_engine(decoder)
     want = [plain.submit(prompt, one) for prompt, one in zip(asked, options, strict=True)]
     texts = run(plain, [one for (one,) in want])
     engine = make_engine(decoder)
-    engine.speculator = Speculator(Oracle([prompt + text for prompt, text in zip(asked, texts, strict=True)]), Fixed(5))
+    engine.speculator = Speculator(
+        Oracle([prompt + text for prompt, text in zip(asked, texts, strict=True)]), Fixed(5)
+    )
     engine.speculator.follows = lambda works: True
-    got = run(engine, [engine.submit(prompt, one)[0] for prompt, one in zip(asked, options, strict=True)])
-    same = [next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
-            for one, other in zip(texts, got, strict=True)]
+    got = run(
+        engine, [engine.submit(prompt, one)[0] for prompt, one in zip(asked, options, strict=True)]
+    )
+    same = [
+        next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+        for one, other in zip(texts, got, strict=True)
+    ]
     print("tokens alike:", same, "of", [len(one) for one in texts])
     assert engine.speculator.accepted > 40 and max(same) == 48

@@ -52,7 +52,9 @@ def check(llm, outputs):
     for output in outputs:
         tokens = [*output.prompt_token_ids, *output.token_ids]
         expected = llm.decoder.forward_whole(torch.tensor([tokens]))[0].log_softmax(-1)
-        for at, entry in enumerate(output.completions[0].logprobs, len(output.prompt_token_ids) - 1):
+        for at, entry in enumerate(
+            output.completions[0].logprobs, len(output.prompt_token_ids) - 1
+        ):
             assert entry.logprob == pytest.approx(float(expected[at, entry.token_id]), abs=2e-4)
     llm.engine.scheduler.check_integrity()
 
@@ -65,7 +67,9 @@ def test_prompts_with_common_beginnings_never_see_a_wrong_state(open_tiny):
     texts = [[rng.randrange(3, 61) for _ in range(96)] for _ in range(2)]
     found = 0
     for _ in range(6):
-        prompts = [rng.choice(texts)[: rng.randrange(3, 90)] + [rng.randrange(3, 61)] for _ in range(4)]
+        prompts = [
+            rng.choice(texts)[: rng.randrange(3, 90)] + [rng.randrange(3, 61)] for _ in range(4)
+        ]
         outputs = llm.generate(prompts, GREEDY)
         check(llm, outputs)
         found += sum(output.completions[0].cached_tokens for output in outputs)
@@ -73,11 +77,15 @@ def test_prompts_with_common_beginnings_never_see_a_wrong_state(open_tiny):
 
 
 def test_preempted_sequences_begin_again(open_tiny):
-    """Blocks for little more than one sequence: the younger ones give theirs up, and their states."""
+    """Blocks for little more than one sequence: the younger ones give theirs up, and their
+    states.
+    """
     llm = open_tiny(max_num_seqs=3, block_size=8, max_model_len=64, blocks=10)
     prompts = [list(range(3 + i, 30 + i)) for i in range(3)]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
-    requests = [one for prompt in prompts for one in llm.engine.submit(prompt, params.with_defaults({}))]
+    requests = [
+        one for prompt in prompts for one in llm.engine.submit(prompt, params.with_defaults({}))
+    ]
     while llm.engine.busy:
         llm.engine.step()
     assert any(request.preemptions for request in requests)

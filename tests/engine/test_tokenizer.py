@@ -60,10 +60,15 @@ def test_broken_bytes_in_the_middle_do_not_hold_the_text_for_ever():
 
 
 @settings(max_examples=200)
-@given(text=st.text("abé", max_size=20), stop=st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3))
+@given(
+    text=st.text("abé", max_size=20),
+    stop=st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3),
+)
 def test_the_text_ends_before_the_first_stop_string_and_never_shows_it(text, stop):
     shown, detokenizer = pieces(text, stop=stop)
-    ends = [(len(text[: text.find(item) + len(item)]), text.find(item)) for item in stop if item in text]
+    ends = [
+        (len(text[: text.find(item) + len(item)]), text.find(item)) for item in stop if item in text
+    ]
     expected = text[: min(at for end, at in ends if end == min(ends)[0])] if ends else text
     assert "".join(shown) == expected
     assert (detokenizer.stopped_by is not None) == bool(ends)
@@ -83,8 +88,10 @@ def test_stop_strings_do_not_count_before_their_time():
     assert detokenizer.text == "ab" and detokenizer.stopped_by == "b"
 
 
-@pytest.mark.parametrize(("text", "stop", "expected"), [
-    ("xab", "abc", 2), ("abc", "abc", 0), ("aab", "aabaab", 3), ("x", "y", 0)])
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [("xab", "abc", 2), ("abc", "abc", 0), ("aab", "aabaab", 3), ("x", "y", 0)],
+)
 def test_overlap_is_the_longest_end_that_begins_the_stop_string(text, stop, expected):
     assert overlap(text, stop) == expected
 
@@ -105,16 +112,23 @@ def test_a_prompt_that_is_not_unicode_is_refused_by_name():
         Tokenizer(object()).encode(b"caf\xe9 is".decode("utf-8", errors="surrogateescape"))
 
 
-@given(text=st.text("abé", max_size=30), stop=st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=6))
+@given(
+    text=st.text("abé", max_size=30),
+    stop=st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=6),
+)
 def test_many_stop_strings_are_looked_for_at_once_as_one_by_one(text, stop):
-    """What is held back is the longest end of the text that begins any of them; and the first that is complete ends it."""
+    """What is held back is the longest end of the text that begins any of them; and the first that
+    is complete ends it.
+    """
     automaton, node = StopStrings(stop), 0
     for at, character in enumerate(text):
         node = automaton.advance(node, character)
         read = text[: at + 1]
         assert (node is None) == any(item in read for item in stop)
         if node is None:
-            assert automaton.first(read) == min((read.find(item), item) for item in stop if item in read)
+            assert automaton.first(read) == min(
+                (read.find(item), item) for item in stop if item in read
+            )
             return
         assert automaton.depth[node] == max(overlap(read, item) for item in stop)
 
@@ -135,9 +149,14 @@ def test_special_tokens_that_mark_a_call_stay_in_the_text():
     from transformers import PreTrainedTokenizerFast
 
     fast = Fast(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    fast.add_special_tokens([AddedToken(text, special=True) for text in ("<end>", "[TOOL_CALLS]", "[ARGS]")])
+    fast.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<end>", "[TOOL_CALLS]", "[ARGS]")]
+    )
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>"))
-    assert tokenizer.decode([0, 3, 4, 1, 5, 0]) == "a[TOOL_CALLS]b[ARGS]a" and tokenizer.decode([0, 3]) == "a"
+    assert (
+        tokenizer.decode([0, 3, 4, 1, 5, 0]) == "a[TOOL_CALLS]b[ARGS]a"
+        and tokenizer.decode([0, 3]) == "a"
+    )
 
 
 @settings(max_examples=100)

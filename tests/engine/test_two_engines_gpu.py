@@ -1,4 +1,6 @@
-"""Engines beside each other, and models whose sizes are no multiples of what kernels read at once."""
+"""Engines beside each other, and models whose sizes are no multiples of what kernels read at
+once.
+"""
 
 import threading
 
@@ -22,8 +24,13 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def test_two_engines_on_two_streams_give_what_each_gives_alone():
-    """Their kernels hand partial sums and packed inputs over in memory: a shared buffer would mix the two."""
-    engines = [LLM(f"preset:tiny:{scheme}", max_num_seqs=16, max_model_len=256) for scheme in ("int4", "w8a8")]
+    """Their kernels hand partial sums and packed inputs over in memory: a shared buffer would mix
+    the two.
+    """
+    engines = [
+        LLM(f"preset:tiny:{scheme}", max_num_seqs=16, max_model_len=256)
+        for scheme in ("int4", "w8a8")
+    ]
     alone = [answers(llm) for llm in engines]
     found: list[list[list[list[int]]]] = [[], []]
 
@@ -50,11 +57,20 @@ def test_a_vocabulary_of_any_size_keeps_its_graphs(vocabulary, tied, monkeypatch
     monkeypatch.setitem(presets.PRESETS, "odd", config)
     llm = LLM("preset:odd:int4", max_num_seqs=4, max_model_len=128)
     assert unsupported_reason(llm.decoder, 16) is None and llm.engine.runner.steps is not None
-    exact = Decoder.load(PresetWeights("odd", "int4", device="cuda"), device="cuda", dtype=torch.bfloat16, exact=True)
+    exact = Decoder.load(
+        PresetWeights("odd", "int4", device="cuda"), device="cuda", dtype=torch.bfloat16, exact=True
+    )
     prompt = [11, 12, 13, 14]
-    answer = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))[0].token_ids
+    answer = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))[
+        0
+    ].token_ids
     assert max(answer) < vocabulary
-    logits = exact.forward_whole(torch.tensor([prompt + answer], device="cuda"))[0, len(prompt) - 1 : -1]
+    logits = exact.forward_whole(torch.tensor([prompt + answer], device="cuda"))[
+        0, len(prompt) - 1 : -1
+    ]
     best = logits.topk(2).values
     clear = best[:, 0] - best[:, 1] > 0.05 * logits.std()
-    assert clear.any() and logits.argmax(-1)[clear].tolist() == torch.tensor(answer, device="cuda")[clear].tolist()
+    assert (
+        clear.any()
+        and logits.argmax(-1)[clear].tolist() == torch.tensor(answer, device="cuda")[clear].tolist()
+    )

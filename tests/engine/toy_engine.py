@@ -1,6 +1,8 @@
-"""A decoder of a few lines whose every logit depends on the whole sequence as the paged cache holds it.
+"""A decoder of a few lines whose every logit depends on the whole sequence as the paged cache holds
+it.
 
-A wrong block, slot, position or length gives other tokens, so comparing runs compares the engine's bookkeeping.
+A wrong block, slot, position or length gives other tokens, so comparing runs compares the engine's
+bookkeeping.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
 from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import Mode, mix
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.work import Work
 
 VOCABULARY = 97
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -40,19 +42,31 @@ class ToyModel:
         for row in batch.output_rows.tolist():
             sequence = next(i for i, start in enumerate(batch.query_starts[1:]) if row < start)
             length = int(batch.positions[row]) + 1
-            slots = torch.cat([torch.arange(caches[0].block_size) + block * caches[0].block_size
-                               for block in batch.block_tables[sequence].tolist()])[:length]
-            assert values[slots].tolist() == list(range(length)), "the cache holds other positions than it should"
-            state = mix(mix(keys[slots].long() + 131 * torch.arange(length) + 1).sum() & 0xFFFFFFFF)  # order counts
+            slots = torch.cat(
+                [
+                    torch.arange(caches[0].block_size) + block * caches[0].block_size
+                    for block in batch.block_tables[sequence].tolist()
+                ]
+            )[:length]
+            assert values[slots].tolist() == list(range(length)), (
+                "the cache holds other positions than it should"
+            )
+            # order counts
+            state = mix(mix(keys[slots].long() + 131 * torch.arange(length) + 1).sum() & 0xFFFFFFFF)
             rows.append(mix(torch.arange(VOCABULARY) + state & 0xFFFFFFFF).float() / 2**30)
         return torch.stack(rows) if rows else torch.empty(0, VOCABULARY)
 
 
 class EagerSteps:
-    """What CUDA graphs do, on the CPU: whole steps from nothing but the rows on the device, padded to the next size."""
+    """What CUDA graphs do, on the CPU: whole steps from nothing but the rows on the device, padded
+    to the next size.
+    """
 
     def __init__(self, runner: Runner, largest: int = 8, rows: Rows | SharedRows | None = None):
-        self.model, self.caches, self.rows, self.largest = runner.model, runner.caches, rows or runner.rows, largest
+        self.model = runner.model
+        self.caches = runner.caches
+        self.rows = rows or runner.rows
+        self.largest = largest
         self.taken: list[tuple[int, Mode | None]] = []  # what each step was asked for
 
     def logits(self, count: int) -> Tensor:
@@ -66,13 +80,24 @@ class EagerSteps:
         return logits[:count]
 
     def _launch(self, count: int) -> Tensor:
-        rows, size, page = self.rows, min(1 << (count - 1).bit_length(), self.largest), self.caches[0].block_size
+        rows = self.rows
+        size = min(1 << (count - 1).bit_length(), self.largest)
+        page = self.caches[0].block_size
         lengths = rows.lengths[:count].long()
-        assert (lengths > 0).all() and not rows.lengths[count:].any(), "padding has length 0, and nothing else has"
+        assert (lengths > 0).all() and not rows.lengths[count:].any(), (
+            "padding has length 0, and nothing else has"
+        )
         at = lengths - 1
         slots = rows.tables[:count].long().gather(1, at[:, None] // page)[:, 0] * page + at % page
-        batch = Batch(tokens=rows.tokens[:count].clone(), positions=at, slots=slots, block_tables=rows.tables[:count],
-                      query_starts=list(range(count + 1)), kv_lengths=lengths.tolist(), output_rows=torch.arange(count))
+        batch = Batch(
+            tokens=rows.tokens[:count].clone(),
+            positions=at,
+            slots=slots,
+            block_tables=rows.tables[:count],
+            query_starts=list(range(count + 1)),
+            kv_lengths=lengths.tolist(),
+            output_rows=torch.arange(count),
+        )
         logits = self.model.forward(batch, self.caches)
         return torch.cat([logits, torch.zeros(size - count, logits.shape[1])])
 
@@ -91,18 +116,41 @@ class EagerPasses:
         return self.taken[-1]
 
     def forward(self, batch: Batch) -> Tensor:
-        assert len(batch.tokens) == len(batch.positions) == len(batch.slots) == batch.query_starts[-1] == self.taken[-1]
+        assert (
+            len(batch.tokens)
+            == len(batch.positions)
+            == len(batch.slots)
+            == batch.query_starts[-1]
+            == self.taken[-1]
+        )
         return self.runner.model.forward(batch, self.runner.caches)
 
 
-def toy_engine(*, blocks: int = 64, captured: bool = False, turns: bool = False, **options) -> Engine:
-    """`captured`: steps as on a GPU, launched ahead; `turns`: and answers apart from prompts, as in a server there."""
-    defaults = dict(vocabulary=VOCABULARY, device=torch.device("cpu"), max_model_len=256, block_size=4, max_num_seqs=8,
-                    max_num_batched_tokens=16, overlap=captured)
+def imitate_capture(runner: Runner) -> None:
+    """Steps, passes and steps with guesses as captured ones on a GPU."""
+    runner.steps = EagerSteps(runner)
+    runner.passes = EagerPasses(runner)
+    runner.shared_steps = EagerSteps(runner, 64, runner.shared_rows)
+
+
+def toy_engine(
+    *, blocks: int = 64, captured: bool = False, turns: bool = False, **options
+) -> Engine:
+    """`captured`: steps as on a GPU, launched ahead; `turns`: and answers apart from prompts, as in
+    a server there.
+    """
+    defaults = dict(
+        vocabulary=VOCABULARY,
+        device=torch.device("cpu"),
+        max_model_len=256,
+        block_size=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        overlap=captured,
+    )
     engine = Engine(ToyModel(), SHAPE, blocks=blocks, **(defaults | options))
     if captured:
-        engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)
-        engine.runner.shared_steps = EagerSteps(engine.runner, 64, engine.runner.shared_rows)
+        imitate_capture(engine.runner)
     if turns:
         engine.scheduler.turn_tokens = engine.scheduler.prompt_tokens_beside
     return engine

@@ -71,7 +71,9 @@ class Sequences:
         width = shape.heads * shape.head_dim
         out = torch.full((len(lengths), width), float("nan"), device=self.device).to(self.dtype)
         norms = HeadNorms(*self.norms or (), epsilon=EPSILON)
-        options = dict(layer=AttentionLayer(shape, shape.head_dim**-0.5, norms), workspace=workspace)
+        options = dict(
+            layer=AttentionLayer(shape, shape.head_dim**-0.5, norms), workspace=workspace
+        )
         qkv = self.qkv.flatten(1)
         return lambda: decode_attention(qkv, out, self.cache, rows, to=to, **options), out
 
@@ -107,7 +109,8 @@ class Sequences:
         first = max(0, length - shape.window) if shape.window else 0
         keys, values = (
             torch.cat([side[older].double(), new[None]])[first:].repeat_interleave(shape.group, 1)
-            for side, new in zip(sides, (key, value), strict=True))
+            for side, new in zip(sides, (key, value), strict=True)
+        )
         scores = torch.einsum("hd,thd->ht", query, keys) * shape.head_dim**-0.5
         result = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
         return result * gate.sigmoid() if shape.gated else result, key, value

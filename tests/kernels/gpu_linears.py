@@ -11,23 +11,65 @@ from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.tensors import Float4, Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-FUSED_KINDS = ["plain", "w8a8", "int4:128", "int8:64", "fp8", "fp8-static", "sparse-w8a8", "sparse-int8:64",
-               "sparse-int4:128", "fp8-block"]
-# One of every format. The others differ from one of these in sizes of groups or in a scale; they see fewer shapes, rows and
-# types, since every one is a kernel to compile.
-FORMATS = ["plain", "w8a8", "int4:128", "int8:128", "fp8", "sparse-w8a8", "sparse-int8:128", "sparse-int4:128"]
-KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel", "fp8",
-         "fp8-static", "w8a8-static", "sparse-w8a8", "sparse-int8:128", "sparse-int8:32", "sparse-int8:channel",
-         "sparse-int4:128", "sparse-int4:64", "sparse-int4:32", "fp8-block"]
+FUSED_KINDS = [
+    "plain",
+    "w8a8",
+    "int4:128",
+    "int8:64",
+    "fp8",
+    "fp8-static",
+    "sparse-w8a8",
+    "sparse-int8:64",
+    "sparse-int4:128",
+    "fp8-block",
+]
+# One of every format. The others differ from one of these in sizes of groups or in a scale; they
+# see fewer shapes, rows and types, since every one is a kernel to compile.
+FORMATS = [
+    "plain",
+    "w8a8",
+    "int4:128",
+    "int8:128",
+    "fp8",
+    "sparse-w8a8",
+    "sparse-int8:128",
+    "sparse-int4:128",
+]
+KINDS = [
+    "plain",
+    "w8a8",
+    "int4:128",
+    "int4:64",
+    "int4:32",
+    "int4:channel",
+    "int8:128",
+    "int8:32",
+    "int8:channel",
+    "fp8",
+    "fp8-static",
+    "w8a8-static",
+    "sparse-w8a8",
+    "sparse-int8:128",
+    "sparse-int8:32",
+    "sparse-int8:channel",
+    "sparse-int4:128",
+    "sparse-int4:64",
+    "sparse-int4:32",
+    "fp8-block",
+]
 
 
 def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
-    """A random weight; of every second seed symmetric, or (fp8) with one scale for the whole tensor."""
+    """A random weight; of every second seed symmetric, or (fp8) with one scale for the whole
+    tensor.
+    """
     columns, sparse = shape[1], kind.startswith("sparse-")
     if kind.endswith("-static"):  # x beyond three times its deviation is cut off
         scale = torch.tensor([3 / (448 if kind == "fp8-static" else 127)], device="cuda")
         tensor = make(kind.removesuffix("-static"), shape, seed, dtype)
-        return dataclasses.replace(tensor, input_scale=scale, **({"activation": "static"} if kind == "fp8-static" else {}))
+        return dataclasses.replace(
+            tensor, input_scale=scale, **({"activation": "static"} if kind == "fp8-static" else {})
+        )
     if kind == "fp8-block":  # kernels leave x in 16 bits
         return dataclasses.replace(Float8.random(shape, seed, "cuda", block=128), activation="none")
     if kind == "fp8":
@@ -68,7 +110,9 @@ def mailboxes_are_empty() -> bool:
 
 
 def replayed(multiply, weights, start, *, replays: int) -> list[torch.Tensor]:
-    """Some results of a dependent chain in graphs: launches one after the other, then overlapping, many times."""
+    """Some results of a dependent chain in graphs: launches one after the other, then overlapping,
+    many times.
+    """
     buffers = [torch.empty_like(start) for _ in range(2)]
 
     def chain(pdl: bool) -> None:
@@ -100,7 +144,9 @@ def expected(tensor, x):
 
 
 def taken_by_gemv(weight):
-    """`weight`, or no test: float8 is widened by another kernel where there are no matrix units for it."""
+    """`weight`, or no test: float8 is widened by another kernel where there are no matrix units for
+    it.
+    """
     if "gemv" not in weight.format.kernels:
         pytest.skip(f"gemv.cu does not take {weight.format.name}")
     return weight

@@ -50,12 +50,18 @@ DEVICE float __uint_as_float(u32 v) { return bits_of<float>(v); }
 DEVICE float __int_as_float(int v) { return bits_of<float>(v); }
 DEVICE float rsqrtf(float v) { return 1.f / sqrtf(v); }
 #define __expf expf
+#define __logf logf
 DEVICE float __fdividef(float a, float b) { return a / b; }
 DEVICE float exp2_fast(float v) { return exp2f(v); }
 DEVICE float log2_fast(float v) { return log2f(v); }
 DEVICE float __fmul_rn(float a, float b) { return a * b; }
 DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE u32 __vmaxu2(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
+DEVICE u32 __vmaxu4(u32 a, u32 b) {
+  u32 r = 0;
+  for (int i = 0; i < 32; i += 8) r |= std::max(a >> i & 255, b >> i & 255) << i;
+  return r;
+}
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
 DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
 DEVICE int dot_lower(u32 pair, u32 four, int sum) {

@@ -1,4 +1,6 @@
-"""`jit.load` for tensors on a CPU: the .cu files, compiled for the host with host_cuda.cuh in place of common.cuh."""
+"""`jit.load` for tensors on a CPU: the .cu files, compiled for the host with host_cuda.cuh in place
+of common.cuh.
+"""
 
 import ctypes
 import hashlib
@@ -18,13 +20,29 @@ from flyweight.kernels.attention import prefill, rope
 from flyweight.kernels.vptq import decode
 
 HERE = Path(__file__).parent
-INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh", "cluster.cuh": "host_cluster.cuh"}
-HOST = gpu.Gpu(9, 0, 5, 232448, 233472)  # Hopper, with as many processors as a launch has CTAs for a whole GPU
-OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
+INSTEAD = {
+    "common.cuh": "host_cuda.cuh",
+    "wgmma.cuh": "host_wgmma.cuh",
+    "cluster.cuh": "host_cluster.cuh",
+}
+# Hopper, with as many processors as a launch has CTAs for a whole GPU
+HOST = gpu.Gpu(9, 0, 5, 232448, 233472)
+# of machines that convert halves
+OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}
 COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None
-FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-Og", "-w", "-ffp-contract=off", "-fPIC", "-pthread",
-         "-fno-gnu-unique", "-fvisibility=hidden"]  # torch has functions of the same names
-# Every address is checked in the kernels whose shared memory is a struct of mixed words; elsewhere it costs a quarter of the time.
+FLAGS = [
+    *OWN_FLAGS.get(platform.machine(), ()),
+    "-std=c++17",
+    "-Og",
+    "-w",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-pthread",
+    "-fno-gnu-unique",
+    "-fvisibility=hidden",  # torch has functions of the same names
+]
+# Every address is checked in the kernels whose shared memory is a struct of mixed words; elsewhere
+# it costs a quarter of the time.
 ALIGNED = {"attention.cu", "qkv_attention.cu", "rope.cu", "sample.cu", "delta.cu"}
 
 
@@ -32,7 +50,9 @@ def source(file: str) -> str:
     """With everything it includes written out."""
     path = HERE / INSTEAD[file] if file in INSTEAD else compiler.SOURCES / file
     lines = path.read_text().splitlines()
-    return "\n".join(source(line.split('"')[1]) if line.startswith('#include "') else line for line in lines)
+    return "\n".join(
+        source(line.split('"')[1]) if line.startswith('#include "') else line for line in lines
+    )
 
 
 class Kernel:
@@ -42,13 +62,24 @@ class Kernel:
 
     def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
         assert shared <= 227 * 1024
-        values = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else
-                  ctypes.c_void_p(0) if a is None else ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a)
-                  if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args]
+        values = [
+            ctypes.create_string_buffer(a, len(a))
+            if isinstance(a, bytes)
+            else ctypes.c_void_p(0)
+            if a is None
+            else ctypes.c_float(a)
+            if isinstance(a, float)
+            else ctypes.c_int(a)
+            if isinstance(a, int)
+            else ctypes.c_void_p(a.data_ptr())
+            for a in args
+        ]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         x, y = (grid, 1) if isinstance(grid, int) else grid
         if line := self.run(x, y, block, places):
-            raise AssertionError(f"misaligned address: {self.source.read_text().splitlines()[line - 1].strip()}")
+            raise AssertionError(
+                f"misaligned address: {self.source.read_text().splitlines()[line - 1].strip()}"
+            )
 
 
 def tensor_map(tensor: torch.Tensor, box) -> bytes:
@@ -56,7 +87,9 @@ def tensor_map(tensor: torch.Tensor, box) -> bytes:
     assert tensor.stride(2) == 1 and box[2] == 64 and max(box) <= 256, "as the driver asks for it"
     strides = 2 * tensor.stride(1), 2 * tensor.stride(0)
     assert tensor.data_ptr() % 16 == strides[0] % 16 == strides[1] % 16 == 0
-    return struct.pack("16Q", tensor.data_ptr(), *reversed(tensor.shape), *strides, *reversed(box), *[0] * 7)
+    return struct.pack(
+        "16Q", tensor.data_ptr(), *reversed(tensor.shape), *strides, *reversed(box), *[0] * 7
+    )
 
 
 class Host:
@@ -70,14 +103,29 @@ class Host:
         return SimpleNamespace(kernel=lambda name: self.kernel(file, flags, name))
 
     def kernel(self, file: str, flags: list[str], name: str) -> Kernel:
-        entry = f'\nextern "C" __attribute__((visibility("default"))) int run_{name}(int x, int y, int block, void** args) {{'
-        entry += f"\n  return run_grid([](void** own) {{ call_with({name}, own); }}, x, y, block, args);\n}}\n"
+        entry = (
+            f'\nextern "C" __attribute__((visibility("default"))) int run_{name}'
+            "(int x, int y, int block, void** args) {"
+            f"\n  return run_grid([](void** own) {{ call_with({name}, own); }}, x, y, block, args);"
+            "\n}\n"
+        )
         path = self.folder / hashlib.sha256("".join([file, name, *flags]).encode()).hexdigest()[:20]
         if not path.with_suffix(".so").exists():
             path.with_suffix(".cpp").write_text(source(file) + entry)
             checks = ["-fsanitize=alignment"] if file in ALIGNED else []
             made = path.with_suffix(".so")
-            self.compile(made, [*checks, "-include", self.headers(checks), *flags, "-shared", path.with_suffix(".cpp"), self.grid()])
+            self.compile(
+                made,
+                [
+                    *checks,
+                    "-include",
+                    self.headers(checks),
+                    *flags,
+                    "-shared",
+                    path.with_suffix(".cpp"),
+                    self.grid(),
+                ],
+            )
         return Kernel(path, name)
 
     def headers(self, checks: list[str]) -> Path:
@@ -85,8 +133,12 @@ class Host:
         path = self.folder / f"library{len(checks)}.hpp"
         made = path.with_suffix(".hpp.gch")
         if not made.exists():
-            lines = [line for file in INSTEAD.values() for line in (HERE / file).read_text().splitlines()
-                     if line.startswith("#include <")]
+            lines = [
+                line
+                for file in INSTEAD.values()
+                for line in (HERE / file).read_text().splitlines()
+                if line.startswith("#include <")
+            ]
             path.write_text("\n".join([*lines, (HERE / "host_grid.hpp").read_text()]))
             self.compile(made, [*checks, "-x", "c++-header", path])
         return path

@@ -1,4 +1,6 @@
-"""One step of latent attention over a cache, and what float64 makes of it: for the host and for the GPU."""
+"""One step of latent attention over a cache, and what float64 makes of it: for the host and for the
+GPU.
+"""
 
 import torch
 
@@ -36,7 +38,9 @@ def expected(shape, query, latent, weights, turn, older):
 
 
 def check(shape: LatentShape, lengths, *, splits, dtype, device="cpu", most=None):
-    """One launch over a cache whose unused rows are not numbers; checks outputs, new rows and all that must stay."""
+    """One launch over a cache whose unused rows are not numbers; checks outputs, new rows and all
+    that must stay.
+    """
     torch.manual_seed(0)
     count, width = len(lengths), -(-CONTEXT // shape.page)
     tables = torch.randperm(count * width).view(count, width).int()
@@ -48,7 +52,9 @@ def check(shape: LatentShape, lengths, *, splits, dtype, device="cpu", most=None
     values = (torch.randn(shape.heads, shape.value, shape.rank) * shape.rank**-0.5).to(dtype)
     angles = torch.rand(CONTEXT, shape.rope // 2, dtype=torch.float64) * 6
     at = torch.arange(CONTEXT)
-    slots = [tables[row].long()[at // shape.page] * shape.page + at % shape.page for row in range(count)]
+    slots = [
+        tables[row].long()[at // shape.page] * shape.page + at % shape.page for row in range(count)
+    ]
     for row, length in enumerate(lengths):
         pages.flatten(0, 2)[slots[row][max(length - 1, 0) :]] = float("nan")
     before = pages.clone()
@@ -56,12 +62,18 @@ def check(shape: LatentShape, lengths, *, splits, dtype, device="cpu", most=None
     cache = KVStorage(pages, pages[..., : shape.rank])
     pairs = rope_pairs(angles.cos().float(), angles.sin().float()).to(device)
     rows = Rows(pairs, torch.tensor(lengths, dtype=torch.int32, device=device), tables.to(device))
-    workspace = Workspace.make(shape, count, dtype=dtype, device=torch.device(device), splits=splits)
+    workspace = Workspace.make(
+        shape, count, dtype=dtype, device=torch.device(device), splits=splits
+    )
     scale = (shape.plain + shape.rope) ** -0.5
-    layer = LatentLayer(shape, scale, Norm(norm.to(device), EPSILON), keys.to(device), values.to(device))
+    layer = LatentLayer(
+        shape, scale, Norm(norm.to(device), EPSILON), keys.to(device), values.to(device)
+    )
     here = projected.to(device)
     out = torch.full((count, shape.heads * shape.value), float("nan"), dtype=dtype, device=device)
-    latent_attention(here[:, :split], here[:, split:], out, cache, rows, layer=layer, workspace=workspace)
+    latent_attention(
+        here[:, :split], here[:, split:], out, cache, rows, layer=layer, workspace=workspace
+    )
     stored = pages.cpu().flatten(0, 2)
     for row, length in enumerate(lengths):
         if length == 0:
@@ -70,10 +82,16 @@ def check(shape: LatentShape, lengths, *, splits, dtype, device="cpu", most=None
         turn = angles[length - 1].cos(), angles[length - 1].sin()
         older = before.flatten(0, 2)[slots[row][: length - 1]]
         weights = norm, keys, values, scale
-        want, new = expected(shape, projected[row, :split], projected[row, split:], weights, turn, older)
+        want, new = expected(
+            shape, projected[row, :split], projected[row, split:], weights, turn, older
+        )
         slot = slots[row][length - 1]
         for got, right in ((out[row].cpu(), want.flatten()), (stored[slot], new)):
             error = (got.double() - right).norm() / right.norm()
-            assert error < (most or (8e-3 if dtype == torch.bfloat16 else 1e-3)), (row, length, error)
+            assert error < (most or (8e-3 if dtype == torch.bfloat16 else 1e-3)), (
+                row,
+                length,
+                error,
+            )
         before.flatten(0, 2)[slot] = stored[slot]
     assert torch.equal(stored.view(torch.int16), before.flatten(0, 2).view(torch.int16))

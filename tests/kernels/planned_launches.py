@@ -1,4 +1,6 @@
-"""What test_every_gpu.py runs in processes of its own: a process that has pretended a GPU is good for nothing else."""
+"""What test_every_gpu.py runs in processes of its own: a process that has pretended a GPU is good
+for nothing else.
+"""
 
 from dataclasses import dataclass
 
@@ -52,7 +54,9 @@ class Recorded:
 
 
 def launches_on(gpu, models):
-    """All launches of decode steps and passes of preset:scheme pairs on a GPU, and steps that are not captured."""
+    """All launches of decode steps and passes of preset:scheme pairs on a GPU, and steps that are
+    not captured.
+    """
     found, uncaptured, here = set(), {}, ["loading"]
     record(found, here)
     with dry_run(gpu):
@@ -78,9 +82,15 @@ def families_on(gpu, models):
         for model in models:
             preset, scheme = model.split(":")
             config = preset_config(preset)
-            config |= {key: min(16, config[key]) for key in ("num_local_experts", "n_routed_experts", "num_experts") if key in config}
+            config |= {
+                key: min(16, config[key])
+                for key in ("num_local_experts", "n_routed_experts", "num_experts")
+                if key in config
+            }
             weights = PresetWeights(config, scheme)
-            decoder = Decoder.load(weights, device=DEVICE, dtype=torch.bfloat16, layers=ahead.layers_of(weights))
+            decoder = Decoder.load(
+                weights, device=DEVICE, dtype=torch.bfloat16, layers=ahead.layers_of(weights)
+            )
             reason = unsupported_reason(decoder, ahead.PAGE)
             if reason is not None:
                 uncaptured[model] = reason
@@ -93,7 +103,9 @@ def families_on(gpu, models):
 
 
 def record(found, here):
-    jit.load = lambda file, **options: Recorded(file, found, lambda: here[0], options.get("defines", ()))
+    jit.load = lambda file, **options: Recorded(
+        file, found, lambda: here[0], options.get("defines", ())
+    )
     for module in (prefill, rope, decode):  # which keep the kernels of other runs
         module._kernel.cache_clear()
 
@@ -102,8 +114,13 @@ def run_steps(decoder, sizes=None):
     """Every size that is captured, or some; each is told before it runs."""
     kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)
     caches, pages = ahead.make_caches(decoder), -(-decoder.config.context_length // ahead.PAGE)
-    rows = Rows(MOST_ROWS, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device,
-                states=0 if decoder.config.state_layers else None)
+    rows = Rows(
+        MOST_ROWS,
+        pages=pages,
+        vocabulary=decoder.config.vocab_size,
+        device=decoder.device,
+        states=0 if decoder.config.state_layers else None,
+    )
     graphs = DecodeGraphs(decoder, caches, rows)
     assert graphs.sizes == [size for size in SIZES if size <= MOST_ROWS]
     with decoder.active():

@@ -24,19 +24,41 @@ class Asked:
 
 def table_of(asked, vocabulary, device="cpu"):
     rows = len(asked)
-    values = torch.tensor([[row.filters.temperature, row.filters.top_p, row.filters.min_p, row.repetition, row.presence,
-                            row.frequency] for row in asked]).T.contiguous()
+    values = torch.tensor(
+        [
+            [
+                row.filters.temperature,
+                row.filters.top_p,
+                row.filters.min_p,
+                row.repetition,
+                row.presence,
+                row.frequency,
+            ]
+            for row in asked
+        ]
+    ).T.contiguous()
     assert len(values) == len(COLUMNS)
-    integers = torch.tensor([[row.filters.top_k, row.seed, len(row.bias)] for row in asked]).T.contiguous()
-    bias = [torch.zeros(rows, MOST_BIASES, dtype=kind) for kind in (torch.int64, torch.float32, torch.int64)]
+    integers = torch.tensor(
+        [[row.filters.top_k, row.seed, len(row.bias)] for row in asked]
+    ).T.contiguous()
+    bias = [
+        torch.zeros(rows, MOST_BIASES, dtype=kind)
+        for kind in (torch.int64, torch.float32, torch.int64)
+    ]
     for i, row in enumerate(asked):
         for j, entry in enumerate(row.bias):
             for tensor, value in zip(bias, entry, strict=True):
                 tensor[i, j] = value
-    seen = torch.zeros(rows, vocabulary, dtype=torch.bool), torch.zeros(rows, vocabulary, dtype=torch.int32)
+    seen = (
+        torch.zeros(rows, vocabulary, dtype=torch.bool),
+        torch.zeros(rows, vocabulary, dtype=torch.int32),
+    )
     lengths = torch.tensor([row.length for row in asked], dtype=torch.int32)
     parts = torch.full((rows,), -1), lengths, values, integers, tuple(bias), seen
-    move = lambda part: tuple(x.to(device) for x in part) if isinstance(part, tuple) else part.to(device)  # noqa: E731
+
+    def move(part):
+        return tuple(x.to(device) for x in part) if isinstance(part, tuple) else part.to(device)
+
     return SampleTable(*map(move, parts))
 
 

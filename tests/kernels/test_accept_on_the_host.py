@@ -13,13 +13,18 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 def test_a_head_goes_on_from_the_last_right_row(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)
     tokens = torch.tensor([9, 4, 5, 7, 1, 1, 2, 0])
-    chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8, 0])  # all right; one row; one right of two; and a row of padding
+    # all right; one row; one right of two; and a row of padding
+    chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8, 0])
     before = torch.tensor([0, 1, 2, 0, 0, 1, 2, 0], dtype=torch.int32)
     first = torch.tensor([0, 3, 4])
     lengths = torch.tensor([30, 31, 32, 7, 15, 16, 17, 0], dtype=torch.int32)
     tables = torch.arange(24, dtype=torch.int32).view(8, 3)
     hidden = torch.randn(8, 16).bfloat16()
-    state = ChainState(torch.zeros(8, 16).bfloat16(), torch.zeros(8, dtype=torch.int32), torch.full((8, 4), 99, dtype=torch.int32))
+    state = ChainState(
+        torch.zeros(8, 16).bfloat16(),
+        torch.zeros(8, dtype=torch.int32),
+        torch.full((8, 4), 99, dtype=torch.int32),
+    )
     accept(CheckedRows(chosen, tokens, before, lengths, tables, first), hidden, state)
     want = [2, 3, 5]
     assert torch.equal(state.hidden[:3], hidden[want]) and not state.hidden[3:].any()
@@ -31,15 +36,23 @@ def test_a_head_goes_on_from_the_last_right_row(monkeypatch, folder):
 
 def test_sequences_go_on_from_the_last_right_guess(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)
-    chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8])  # all right; no guess; one right of two; its last row counts no guess
+    # all right; no guess; one right of two; its last row counts no guess
+    chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8])
     found = []
     for kind in (KernelHandover, TorchHandover):
         rows = GuessedRows(
-            tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2]), lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17], dtype=torch.int32),
+            tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2]),
+            lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17], dtype=torch.int32),
             before=torch.tensor([0, 1, 2, 0, 0, 1, 2], dtype=torch.int32),
-            guesses=torch.tensor([4, 5, -1, -1, 1, 2, -1]), at=torch.tensor([2, 2, 2, 0, 3, 3, 3]), first=torch.tensor([0, 3, 4, 0]),
-            unread=torch.tensor([3, 4, 0]), unread_at=torch.tensor([0, 3, 0]))
-        sequences = SequenceRows(torch.tensor([70, 71, 72, 73]), torch.tensor([1, 2, 3, 4], dtype=torch.int32))
+            guesses=torch.tensor([4, 5, -1, -1, 1, 2, -1]),
+            at=torch.tensor([2, 2, 2, 0, 3, 3, 3]),
+            first=torch.tensor([0, 3, 4, 0]),
+            unread=torch.tensor([3, 4, 0]),
+            unread_at=torch.tensor([0, 3, 0]),
+        )
+        sequences = SequenceRows(
+            torch.tensor([70, 71, 72, 73]), torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+        )
         handover = kind(rows, sequences)
         handover.take(2)
         assert rows.tokens.tolist() == [9, 4, 5, 70, 73, 1, 2]
@@ -56,10 +69,17 @@ def test_rows_become_those_of_the_guesses_behind_them(monkeypatch, folder):
     found = []
     for kind in (KernelHandover, TorchHandover):
         rows = GuessedRows(
-            tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2, 0]), lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17, 0], dtype=torch.int32),
-            before=torch.tensor([0, 1, 2, 0, 0, 1, 2, 0], dtype=torch.int32), guesses=torch.zeros(8, dtype=torch.int64),
-            at=torch.zeros(8, dtype=torch.int64), first=torch.tensor([0, 3, 4, 0]), unread=torch.zeros(8, dtype=torch.int64),
-            unread_at=torch.zeros(8, dtype=torch.int64))
-        kind(rows, SequenceRows(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32))).guess_on(chosen, guesses, 3)
+            tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2, 0]),
+            lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17, 0], dtype=torch.int32),
+            before=torch.tensor([0, 1, 2, 0, 0, 1, 2, 0], dtype=torch.int32),
+            guesses=torch.zeros(8, dtype=torch.int64),
+            at=torch.zeros(8, dtype=torch.int64),
+            first=torch.tensor([0, 3, 4, 0]),
+            unread=torch.zeros(8, dtype=torch.int64),
+            unread_at=torch.zeros(8, dtype=torch.int64),
+        )
+        kind(
+            rows, SequenceRows(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32))
+        ).guess_on(chosen, guesses, 3)
         found.append((rows.tokens.tolist(), rows.lengths.tolist()))
     assert found == [([6, 60, 70, 1, 3, 62, 72, 0], [33, 34, 35, 8, 17, 18, 19, 0])] * 2

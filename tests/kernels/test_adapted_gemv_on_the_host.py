@@ -30,11 +30,17 @@ def added(delta, x, slot):
     if slot == NOBODY:
         return torch.zeros(1, delta.ends[-1], dtype=torch.float64)
     parts = zip(delta.ends, delta.ends[1:], strict=False)
-    return torch.cat([x @ delta.a[slot, i].double().T @ delta.b[slot, :, begin:end].double()
-                      for i, (begin, end) in enumerate(parts)], -1)
+    return torch.cat(
+        [
+            x @ delta.a[slot, i].double().T @ delta.b[slot, :, begin:end].double()
+            for i, (begin, end) in enumerate(parts)
+        ],
+        -1,
+    )
 
 
-# outputs of the parts (more tiles than thread blocks, and fewer), inputs, rank, format, norm, residual, gate and up as x
+# outputs of the parts (more tiles than thread blocks, and fewer), inputs, rank, format, norm,
+# residual, gate and up as x
 CASES = [
     ((96, 32, 32), 256, 16, "int4", True, False, None),
     ((32,), 1032, 8, "plain", False, True, None),
@@ -60,15 +66,24 @@ def test_a_row_gets_what_its_adapter_adds(sizes, inputs, rank, kind, normed, res
         rest = torch.randn(1, outputs).bfloat16() if residual else None
         seen = reference.gate(x.double(), gated) if gated else x.double()
         if norm is not None:
-            seen = seen * torch.rsqrt(seen.square().mean(-1, keepdim=True) + 1e-6) * norm.weight.double()
+            seen = (
+                seen
+                * torch.rsqrt(seen.square().mean(-1, keepdim=True) + 1e-6)
+                * norm.weight.double()
+            )
         want = seen @ tensor.dequantize(torch.float64).T + added(delta, seen, slot)
         want = want + rest.double() if residual else want
         row = AdaptedRow(delta, torch.tensor([slot], dtype=torch.int32))
         got = gemv.multiply(weight, x, norm=norm, residual=rest, one=gemv.OneRow(row, gated))
         assert ((got.double() - want).norm() / want.norm()).item() < 1e-2
         assert (slot == NOBODY) == bool((delta.words.view(torch.int32) == -1).all())
-        gemv.multiply(weight, x, norm=norm, residual=rest,
-                      one=gemv.OneRow(AdaptedRow(other, torch.tensor([NOBODY], dtype=torch.int32)), gated))
+        gemv.multiply(
+            weight,
+            x,
+            norm=norm,
+            residual=rest,
+            one=gemv.OneRow(AdaptedRow(other, torch.tensor([NOBODY], dtype=torch.int32)), gated),
+        )
         assert (delta.words.view(torch.int32) == -1).all()
 
 
@@ -81,7 +96,11 @@ def test_halves_of_a_weight_end_as_gate_and_up_with_what_is_added():
     norm = Norm((1 + 0.1 * torch.randn(inputs)).bfloat16(), 1e-6)
     for slot in (1, NOBODY, None):
         x = torch.randn(1, inputs).bfloat16()
-        seen = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.weight.double()
+        seen = (
+            x.double()
+            * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+            * norm.weight.double()
+        )
         both = seen @ tensor.dequantize(torch.float64).T
         if slot is not None:
             both += added(delta, seen, slot)
@@ -101,5 +120,7 @@ def test_a_rank_is_shared_as_far_as_thread_blocks_go():
 
 def test_only_a_small_b_lies_in_shared_memory():
     sizes, inputs = (64,), 256
-    found = {rank: AdaptedRow(make_delta(sizes, inputs, rank), None).held_bytes(3) for rank in (16, 64)}
+    found = {
+        rank: AdaptedRow(make_delta(sizes, inputs, rank), None).held_bytes(3) for rank in (16, 64)
+    }
     assert found == {16: 16 * 3 * 32, 64: 0}

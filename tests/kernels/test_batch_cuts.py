@@ -8,7 +8,16 @@ from flyweight.kernels.linear.choose import whole_or_split
 from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.tiles import Matrix
 
-SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4608, 3584), (3584, 18944), (37888, 3584), (2560, 9728)]
+SHAPES = [
+    (6144, 4096),
+    (4096, 4096),
+    (24576, 4096),
+    (4096, 12288),
+    (4608, 3584),
+    (3584, 18944),
+    (37888, 3584),
+    (2560, 9728),
+]
 H200 = GPUS["sm_90a"]
 BESIDE = H200.shared_beside(gemv.RESERVED_BESIDE)
 
@@ -44,9 +53,17 @@ def test_an_sm_holds_one_cta_of_the_kernel_for_more_rows(kind):
             assert choice.warps <= gemm_small.WARPS and choice.tiles <= 16
 
 
-@pytest.mark.parametrize(("kind", "rows", "slices"), [
-    ("int4", 16, (4, 4, 1, 6)), ("int8", 16, (4, 4, 1, 6)), ("int8", 32, (4, 4, 1, 6)), ("w8a8", 8, (4, 4, 1, 6)),
-    ("w8a8", 64, (None, None, 1, 6)), ("plain", 16, (1, 4, 1, 6))])
+@pytest.mark.parametrize(
+    ("kind", "rows", "slices"),
+    [
+        ("int4", 16, (4, 4, 1, 6)),
+        ("int8", 16, (4, 4, 1, 6)),
+        ("int8", 32, (4, 4, 1, 6)),
+        ("w8a8", 8, (4, 4, 1, 6)),
+        ("w8a8", 64, (None, None, 1, 6)),
+        ("plain", 16, (1, 4, 1, 6)),
+    ],
+)
 def test_inputs_are_cut_as_was_measured_to_be_fastest(kind, rows, slices):
     """Within 0.7 microseconds of the best. None: gemm.cu is faster."""
     for (outputs, columns), count in zip(SHAPES[:4], slices, strict=True):
@@ -63,7 +80,8 @@ def test_no_kernel_for_few_rows_takes_an_sm_for_itself(kind):
 
 
 def test_slices_of_unequal_length_cover_all_blocks():
-    cut, longest, shortest = gemv.slice_blocks(matrix("int4", 3584, 18944), 11)  # 148 groups of 2 blocks
+    # 148 groups of 2 blocks
+    cut, longest, shortest = gemv.slice_blocks(matrix("int4", 3584, 18944), 11)
     assert (cut, longest, shortest) == (2, 28, 26)
     assert gemv.slice_blocks(matrix("plain", 64, 1192), 2) == (1, 10, 9)
 

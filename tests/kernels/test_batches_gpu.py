@@ -1,10 +1,20 @@
-"""Linears of 2 to 65 rows against `matmul_reference` in float64; outputs are poisoned before each launch."""
+"""Linears of 2 to 65 rows against `matmul_reference` in float64; outputs are poisoned before each
+launch.
+"""
 
 import functools
 
 import pytest
 import torch
-from gpu_linears import TOLERANCE, expected, linear_of, mailboxes_are_empty, make, relative_error, replayed
+from gpu_linears import (
+    TOLERANCE,
+    expected,
+    linear_of,
+    mailboxes_are_empty,
+    make,
+    relative_error,
+    replayed,
+)
 
 from flyweight import gpu
 from flyweight.kernels.linear import gemm_small, gemv_splitk, tiles
@@ -12,8 +22,17 @@ from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 FORMATS = ["plain", "w8a8", "int4:128", "int8:128", "sparse-int8:64", "sparse-int4:128"]
-OTHERS = ["w8a8-static", "int4:64", "int4:32", "int4:channel", "int8:32", "sparse-w8a8", "sparse-int4:32"]
-# and the slices of 50 rows: a third of the SMs would have more of the 688 tiles than their warps hold, a fourth goes twice
+OTHERS = [
+    "w8a8-static",
+    "int4:64",
+    "int4:32",
+    "int4:channel",
+    "int8:32",
+    "sparse-w8a8",
+    "sparse-int4:32",
+]
+# and the slices of 50 rows: a third of the SMs would have more of the 688 tiles than their warps
+# hold, a fourth goes twice
 SHAPES = {(1000, 7392): 3, (192, 1536): 3, (11008, 576): 4}
 
 
@@ -22,7 +41,9 @@ def poisoned(rows, width, dtype=torch.bfloat16):
 
 
 def may_run(kernel, weight, rows, slices):
-    """The cuts are made for Hopper, whose SMs hold them all; other GPUs are never asked for what does not fit."""
+    """The cuts are made for Hopper, whose SMs hold them all; other GPUs are never asked for what
+    does not fit.
+    """
     here = gpu.of(0)
     return here.has_warpgroups or kernel.choose(weight.matrix, rows, here, slices) is not None
 
@@ -34,19 +55,31 @@ def test_every_number_of_rows_from_1_to_65(kind):
     x = torch.randn(65, 576, device="cuda").bfloat16()
     want = expected(tensor, x)
     for rows in range(1, 66):
-        assert relative_error(linear.multiply(x[:rows], poisoned(rows, 1000)), want[:rows]) < 1e-2, rows
+        assert (
+            relative_error(linear.multiply(x[:rows], poisoned(rows, 1000)), want[:rows]) < 1e-2
+        ), rows
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [
-    *((kind, torch.bfloat16) for kind in FORMATS + OTHERS), *((kind, torch.float16) for kind in FORMATS[:4])])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.bfloat16) for kind in FORMATS + OTHERS),
+        *((kind, torch.float16) for kind in FORMATS[:4]),
+    ],
+)
 def test_slices_and_steps_of_ragged_shapes(kind, dtype):
-    thorough = kind in FORMATS and dtype == torch.bfloat16  # the others differ in sizes of groups or in a scale
+    # the others differ in sizes of groups or in a scale
+    thorough = kind in FORMATS and dtype == torch.bfloat16
     for seed, shape in enumerate(SHAPES if thorough else [*SHAPES][:1]):
         tensor = make(kind, shape, seed, dtype)
         weight = tiles.prepare(tensor, dtype=dtype)
         x = torch.randn(64, shape[1], device="cuda").to(dtype)
         want = tensor.matmul_reference(x)
-        cuts = ((9, None), (7, 1), (32, 2), (64, 1)) if thorough and seed == 0 else ((50, SHAPES[shape]),)
+        cuts = (
+            ((9, None), (7, 1), (32, 2), (64, 1))
+            if thorough and seed == 0
+            else ((50, SHAPES[shape]),)
+        )
         ways = [(gemm_small, rows, slices) for rows, slices in cuts]
         if "gemv_splitk" in weight.format.kernels:
             cuts = ((3, None), (8, 2), (16, 5)) if thorough and seed == 0 else ((8, 3),)
@@ -64,16 +97,30 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
     tensor = make(kind, (512, 1536), 3)
     bias = torch.randn(512, device="cuda").bfloat16()
     norm = (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
-    linear, gated = (tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=gate) for gate in (None, "silu"))
+    linear, gated = (
+        tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=gate)
+        for gate in (None, "silu")
+    )
     bound = 3e-2 if kind == "w8a8" else 1e-2  # the reference's norm is rounded
-    ways = [(gemm_small.multiply, 12), (gemm_small.multiply, 33)] + [(gemv_splitk.multiply, 6)] * (kind != "w8a8")
+    ways = [(gemm_small.multiply, 12), (gemm_small.multiply, 33)] + [(gemv_splitk.multiply, 6)] * (
+        kind != "w8a8"
+    )
     for multiply, rows in ways:
         x, residual = (torch.randn(rows, width, device="cuda").bfloat16() for width in (1536, 512))
-        normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).bfloat16()
+        normed = (
+            x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()
+        ).bfloat16()
         want = tensor.matmul_reference(normed) + bias.double()
         gate, up = want.chunk(2, -1)
         for slices in (None,) if rows == 12 else (2,):
-            got = multiply(linear, x, poisoned(rows, 512), norm=Norm(norm, 1e-6), residual=residual, slices=slices)
+            got = multiply(
+                linear,
+                x,
+                poisoned(rows, 512),
+                norm=Norm(norm, 1e-6),
+                residual=residual,
+                slices=slices,
+            )
             assert relative_error(got, want + residual.double()) < bound
             got = multiply(gated, x, poisoned(rows, 256), norm=Norm(norm, 1e-6), slices=slices)
             assert relative_error(got, torch.nn.functional.silu(gate) * up) < bound
@@ -81,20 +128,28 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
 
 @pytest.mark.parametrize("multiply, rows", [(gemv_splitk.multiply, 8), (gemm_small.multiply, 32)])
 def test_a_thousand_dependent_replays_agree_bit_for_bit(multiply, rows):
-    weights = [tiles.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
-    norm, start = torch.ones(1024, device="cuda").bfloat16(), torch.randn(rows, 1024, device="cuda").bfloat16()
+    weights = [
+        tiles.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)
+    ]
+    norm = torch.ones(1024, device="cuda").bfloat16()
+    start = torch.randn(rows, 1024, device="cuda").bfloat16()
     product = functools.partial(multiply, norm=Norm(norm, 1e-6), slices=2)
     results = replayed(product, weights, start, replays=1000)
-    assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
+    assert (
+        all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
+    )
 
 
 @pytest.mark.parametrize("end", ["store", "residual", "silu"])
 def test_w8a8_gives_the_same_numbers_in_any_batch(end):
     weight = linear_of(make("w8a8", (1008, 1536), 2), activation="silu" if end == "silu" else None)
-    x, residual = torch.randn(65, 1536, device="cuda").bfloat16(), torch.randn(65, 1008, device="cuda").bfloat16()
+    x = torch.randn(65, 1536, device="cuda").bfloat16()
+    residual = torch.randn(65, 1008, device="cuda").bfloat16()
 
     def first(rows):
-        return weight.multiply(x[:rows], **({"residual": residual[:rows]} if end == "residual" else {}))[:1]
+        return weight.multiply(
+            x[:rows], **({"residual": residual[:rows]} if end == "residual" else {})
+        )[:1]
 
     for rows in (2, 4, 7, 8, 16, 31, 64, 65):
         assert torch.equal(first(rows), first(1)), rows

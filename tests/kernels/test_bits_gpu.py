@@ -1,4 +1,6 @@
-"""Codes in planes (cuda/bits.cuh) against `matmul_reference` in float64; outputs are poisoned before each launch."""
+"""Codes in planes (cuda/bits.cuh) against `matmul_reference` in float64; outputs are poisoned
+before each launch.
+"""
 
 import pytest
 import torch
@@ -14,10 +16,14 @@ pytestmark = pytest.mark.gpu
 
 KVALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 KINDS = {
-    "Q4_1": dict(bits=4), "Q5_0": dict(bits=5, mins=False), "IQ4_NL": dict(mins=False, table=KVALUES),
+    "Q4_1": dict(bits=4),
+    "Q5_0": dict(bits=5, mins=False),
+    "IQ4_NL": dict(mins=False, table=KVALUES),
     "Q2_K": dict(bits=2, group_size=16, groups_of_block=16, sub_bits=4),
-    "Q3_K": dict(bits=3, group_size=16, groups_of_block=16, mins=False), "Q4_K": dict(bits=4, groups_of_block=8),
-    "Q5_K": dict(bits=5, groups_of_block=8), "Q6_K": dict(bits=6, group_size=16, groups_of_block=16, mins=False, sub_bits=8),
+    "Q3_K": dict(bits=3, group_size=16, groups_of_block=16, mins=False),
+    "Q4_K": dict(bits=4, groups_of_block=8),
+    "Q5_K": dict(bits=5, groups_of_block=8),
+    "Q6_K": dict(bits=6, group_size=16, groups_of_block=16, mins=False, sub_bits=8),
 }
 
 
@@ -27,13 +33,28 @@ def make(kind, shape, seed=1):
     if kind in KINDS:
         return IntBlock.random(shape, seed, "cuda", **KINDS[kind])
     bits, group = map(int, kind.rstrip("=").split(":"))
-    return IntGroup.random(shape, seed, "cuda", bits=bits, group_size=group, symmetric=kind.endswith("="))
+    return IntGroup.random(
+        shape, seed, "cuda", bits=bits, group_size=group, symmetric=kind.endswith("=")
+    )
 
 
 # every plane, record and coding once; compiling takes longer than running
-@pytest.mark.parametrize(("kind", "dtype"), [
-    ("Q4_K", torch.bfloat16), ("Q6_K", torch.bfloat16), ("3:128", torch.bfloat16), ("IQ4_NL", torch.float16), ("nvfp4", torch.bfloat16),
-    ("Q2_K", torch.bfloat16), ("8:32=", torch.float16), ("Q5_0", torch.float16), ("Q4_1", torch.bfloat16), ("Q3_K", torch.bfloat16), ("3:128=", torch.float16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("Q4_K", torch.bfloat16),
+        ("Q6_K", torch.bfloat16),
+        ("3:128", torch.bfloat16),
+        ("IQ4_NL", torch.float16),
+        ("nvfp4", torch.bfloat16),
+        ("Q2_K", torch.bfloat16),
+        ("8:32=", torch.float16),
+        ("Q5_0", torch.float16),
+        ("Q4_1", torch.bfloat16),
+        ("Q3_K", torch.bfloat16),
+        ("3:128=", torch.float16),
+    ],
+)
 def test_every_number_of_rows(kind, dtype):
     tensor = make(kind, (1008, 1536))
     linear = TiledLinear(tensor, dtype=dtype, ops=reference)
@@ -43,10 +64,20 @@ def test_every_number_of_rows(kind, dtype):
         out = torch.full((rows, 1008), float("nan"), device="cuda", dtype=dtype)
         kernel = linear.choose(rows).kernel
         bound = 2e-3 if dtype == torch.float16 else 6e-3
-        assert relative_error(linear.multiply(x, out), tensor.matmul_reference(x)) < bound, (rows, kernel)
+        assert relative_error(linear.multiply(x, out), tensor.matmul_reference(x)) < bound, (
+            rows,
+            kernel,
+        )
 
 
-@pytest.mark.parametrize("multiply", [gemv_splitk.multiply, gemm_mma.multiply, pytest.param(gemm.multiply, marks=pytest.mark.hopper)])
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        gemv_splitk.multiply,
+        gemm_mma.multiply,
+        pytest.param(gemm.multiply, marks=pytest.mark.hopper),
+    ],
+)
 def test_kernels_that_are_not_always_chosen(multiply, kind="Q4_K"):
     tensor = make(kind, (1000, 4096))
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Codes in planes (cuda/bits.cuh), run on the CPU: GGUF's types, integers of 2 to 8 bits, NVFP4, through every kernel that takes them."""
+"""Codes in planes (cuda/bits.cuh), run on the CPU: GGUF's types, integers of 2 to 8 bits, NVFP4,
+through every kernel that takes them.
+"""
 
 import host_cuda
 import pytest
@@ -19,10 +21,14 @@ KVALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 OLDER = gpu.Gpu(8, 0, 5, 166912, 167936)  # before Hopper: each warp copies its own weights
 # as IntBlock.random has them
 GGUF = {
-    "Q4_1": dict(bits=4), "Q5_0": dict(bits=5, mins=False), "Q5_1": dict(bits=5), "IQ4_NL": dict(mins=False, table=KVALUES),
+    "Q4_1": dict(bits=4),
+    "Q5_0": dict(bits=5, mins=False),
+    "Q5_1": dict(bits=5),
+    "IQ4_NL": dict(mins=False, table=KVALUES),
     "Q2_K": dict(bits=2, group_size=16, groups_of_block=16, sub_bits=4),
     "Q3_K": dict(bits=3, group_size=16, groups_of_block=16, mins=False),
-    "Q4_K": dict(bits=4, groups_of_block=8), "Q5_K": dict(bits=5, groups_of_block=8),
+    "Q4_K": dict(bits=4, groups_of_block=8),
+    "Q5_K": dict(bits=5, groups_of_block=8),
     "Q6_K": dict(bits=6, group_size=16, groups_of_block=16, mins=False, sub_bits=8),
     "IQ4_XS": dict(mins=False, groups_of_block=8, table=KVALUES),
 }
@@ -54,9 +60,25 @@ def error(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize(("kind", "rows"), [
-    ("Q4_1", 1), ("Q5_0", 2), ("IQ4_NL", 1), ("Q2_K", 1), ("Q3_K", 2), ("Q4_K", 1), ("Q6_K", 2), ("nvfp4", 1), ("4:32=", 8), ("2:16", 1),
-    ("3:128", 2), ("3:128=", 8), ("6:16=", 4), ("8:16", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("Q4_1", 1),
+        ("Q5_0", 2),
+        ("IQ4_NL", 1),
+        ("Q2_K", 1),
+        ("Q3_K", 2),
+        ("Q4_K", 1),
+        ("Q6_K", 2),
+        ("nvfp4", 1),
+        ("4:32=", 8),
+        ("2:16", 1),
+        ("3:128", 2),
+        ("3:128=", 8),
+        ("6:16=", 4),
+        ("8:16", 1),
+    ],
+)
 def test_few_rows(kind, rows):
     shape = 72, 640 if kind.startswith(("3:128", "3:64")) else width(kind)
     tensor = make(kind, shape)
@@ -72,10 +94,18 @@ def test_weights_that_each_warp_copies(monkeypatch, kind="Q4_K"):
     test_few_rows(kind, 2)
 
 
-@pytest.mark.parametrize(("kind", "multiply", "options"), [
-    ("Q4_K", gemv_splitk.multiply, dict(slices=2)), ("Q6_K", gemm.multiply, dict(forced=Forced(split=LINE))),
-    ("Q4_1", gemm.multiply, dict(forced=Forced(split=LINE))), ("8:32=", gemm.multiply, {}), ("IQ4_NL", gemm_mma.multiply, {}),
-    ("3:64=", gemm_mma.multiply, {})], ids=lambda value: getattr(value, "__module__", None))
+@pytest.mark.parametrize(
+    ("kind", "multiply", "options"),
+    [
+        ("Q4_K", gemv_splitk.multiply, dict(slices=2)),
+        ("Q6_K", gemm.multiply, dict(forced=Forced(split=LINE))),
+        ("Q4_1", gemm.multiply, dict(forced=Forced(split=LINE))),
+        ("8:32=", gemm.multiply, {}),
+        ("IQ4_NL", gemm_mma.multiply, {}),
+        ("3:64=", gemm_mma.multiply, {}),
+    ],
+    ids=lambda value: getattr(value, "__module__", None),
+)
 def test_more_rows(kind, multiply, options):
     shape = 64, 320 if kind == "3:64=" else width(kind)
     tensor = make(kind, shape)
@@ -85,8 +115,20 @@ def test_more_rows(kind, multiply, options):
     assert error(multiply(weight, x, **options), tensor.matmul_reference(x)) < 6e-3
 
 
-@pytest.mark.parametrize(("kind", "activation"), [
-    ("Q4_1", None), ("Q5_1", "silu"), ("Q2_K", None), ("Q4_K", "silu"), ("Q6_K", None), ("IQ4_XS", "silu"), ("nvfp4", None), ("6:16", None), ("3:32", None)])
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [
+        ("Q4_1", None),
+        ("Q5_1", "silu"),
+        ("Q2_K", None),
+        ("Q4_K", "silu"),
+        ("Q6_K", None),
+        ("IQ4_XS", "silu"),
+        ("nvfp4", None),
+        ("6:16", None),
+        ("3:32", None),
+    ],
+)
 def test_a_weight_is_written_out(kind, activation):
     tensor = make(kind, (96, width(kind)))
     linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, activation=activation)
@@ -108,15 +150,31 @@ def test_single_rows_are_looked_up(kind):
 def test_norm_bias_and_silu_are_fused(kind="Q5_K"):
     tensor, bias = make(kind, (96, 768)), torch.randn(96).bfloat16()
     norm, x = (1 + 0.1 * torch.randn(768)).bfloat16(), torch.randn(2, 768).bfloat16()
-    scaled = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    scaled = (
+        x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    )
     want = reference.gate(tensor.matmul_reference(scaled) + bias.double(), "silu")
     weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation="silu")
     assert error(gemv.multiply(weight, x, norm=Norm(norm, 1e-6)), want) < 1e-2
 
 
-# bytes of a file's blocks by their inputs; sub-scales of 6 bits take bytes here where minima have as many
-FILES = {"Q4_1": 20 / 32, "Q5_0": 22 / 32, "Q5_1": 24 / 32, "IQ4_NL": 18 / 32, "Q2_K": 84 / 256, "Q3_K": 110 / 256, "Q4_K": 144 / 256,
-         "Q5_K": 176 / 256, "Q6_K": 210 / 256, "IQ4_XS": 136 / 256, "4:32=": 18 / 32, "8:32=": 34 / 32, "nvfp4": 9 / 16}
+# bytes of a file's blocks by their inputs; sub-scales of 6 bits take bytes here where minima have
+# as many
+FILES = {
+    "Q4_1": 20 / 32,
+    "Q5_0": 22 / 32,
+    "Q5_1": 24 / 32,
+    "IQ4_NL": 18 / 32,
+    "Q2_K": 84 / 256,
+    "Q3_K": 110 / 256,
+    "Q4_K": 144 / 256,
+    "Q5_K": 176 / 256,
+    "Q6_K": 210 / 256,
+    "IQ4_XS": 136 / 256,
+    "4:32=": 18 / 32,
+    "8:32=": 34 / 32,
+    "nvfp4": 9 / 16,
+}
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -57,7 +57,9 @@ def test_gate_and_up_are_multiplied_on_the_way(kernel, monkeypatch):
     delta = Delta(a, torch.randn(2, 8, 40).bfloat16(), (40,), reference)
     gate_up = torch.randn(2, 144).bfloat16()
     residual = torch.randn(2, 40).bfloat16()
-    x, got = delta.gate_and_add(gate_up, torch.tensor(slots, dtype=torch.int32), "silu", residual=residual)
+    x, got = delta.gate_and_add(
+        gate_up, torch.tensor(slots, dtype=torch.int32), "silu", residual=residual
+    )
     assert torch.allclose(x.float(), reference.gate(gate_up, "silu").float(), rtol=0.02, atol=1e-3)
     want = expected(delta, x, slots, None, residual, (40,))
     assert ((got.double() - want).norm() / want.norm()).item() < 5e-3
@@ -71,7 +73,9 @@ def expected(delta, x, slots, norm, residual, sizes):
         for part, size in enumerate(sizes):
             if slot != NOBODY:
                 low = delta.a[slot, part].double() @ normed[row].double()
-                y[row, begin : begin + size] += low @ delta.b[slot, :, begin : begin + size].double()
+                y[row, begin : begin + size] += (
+                    low @ delta.b[slot, :, begin : begin + size].double()
+                )
             begin += size
     return y
 

@@ -6,7 +6,7 @@ import pytest
 
 from flyweight.gpu import GPUS
 from flyweight.kernels import compiler, dependent_launch
-from flyweight.kernels.dependent_launch import Capture, Counters, Link
+from flyweight.kernels.dependent_launch import Capture, Counters, Link, Room
 from flyweight.kernels.imitation import Launched
 
 STREAM = 7
@@ -47,8 +47,8 @@ def graph(monkeypatch):
     return made
 
 
-def launch(graph):
-    link = Link(STREAM, 0, graph.capture_of(STREAM))
+def launch(graph, room=Room.SHARED_PROCESSORS):
+    link = Link(STREAM, 0, graph.capture_of(STREAM), room)
     graph.add()
     link.close()
     return link.arguments
@@ -73,18 +73,32 @@ def test_what_follows_otherwise_waits_for_both_and_begins_anew(graph):
     assert graph.edges[6] == {4}
 
 
+def test_a_launch_of_another_kind_waits_for_both_and_begins_anew(graph):
+    """One block on every SM and blocks that need an SM of their own: together they might not fit."""
+    for _ in range(2):
+        launch(graph)
+    before, _ = launch(graph, Room.OTHER_PROCESSORS)
+    assert before == 0 and graph.edges[3] == {1, 2}
+    before, _ = launch(graph, Room.OTHER_PROCESSORS)
+    assert before and graph.edges[4] == {1, 2}
+
+
 def test_another_capture_begins_anew(graph):
     launch(graph)
     graph.number = 2
     assert launch(graph)[0] == 0
 
 
-def test_a_kernel_joins_only_with_room_for_two_blocks_on_an_sm():
+def test_a_kernel_joins_only_with_room_for_two_blocks_on_an_sm_or_on_half_of_the_sms():
     a100 = GPUS["sm_80"]
-    assert dependent_launch.joins(HALF, a100)
+    assert dependent_launch.room(HALF, a100) is Room.SHARED_PROCESSORS
     larger = dict(shared=90_000), dict(registers=64), dict(threads=1024), dict(blocks=109)
     for change in larger:
-        assert not dependent_launch.joins(dataclasses.replace(HALF, **change), a100), change
+        assert dependent_launch.room(dataclasses.replace(HALF, **change), a100) is None, change
+    whole = dataclasses.replace(HALF, shared=160_000, blocks=54)
+    assert dependent_launch.room(whole, a100) is Room.OTHER_PROCESSORS
+    for change in dict(blocks=55), dict(shared=170_000), dict(registers=128):
+        assert dependent_launch.room(dataclasses.replace(whole, **change), a100) is None, change
 
 
 def test_only_gpus_before_hopper_count():

@@ -1,7 +1,9 @@
-"""Every launch of decode steps and passes fits the GPU it is planned for, whichever of the table that is: no GPU needed."""
+"""Every launch of decode steps and passes fits the GPU it is planned for, whichever of the table
+that is: no GPU needed.
+"""
 
-import planned_launches
 import clean_process
+import planned_launches
 import pytest
 
 from flyweight.gpu import GPUS, Gpu, by_name
@@ -10,23 +12,44 @@ from flyweight.models import families
 HOPPER_ONLY = {"gemm.cu", "few.cu", "vptq_rows.cu", "prefill_attention.cu"}
 MOST_THREADS = 1024
 WORKERS = 2
-# Every scheme and every preset, at the sizes of a large model or of a small one: all pairs would take many minutes.
-MODELS = ("qwen3-8b:bf16", "qwen3-8b:int4", "qwen3-8b:w8a8", "qwen3-8b:vptq", "qwen2-0.5b:sparse-int4", "tiny:int4")
+# Every scheme and every preset, at the sizes of a large model or of a small one: all pairs would
+# take many minutes.
+MODELS = (
+    "qwen3-8b:bf16",
+    "qwen3-8b:int4",
+    "qwen3-8b:w8a8",
+    "qwen3-8b:vptq",
+    "qwen2-0.5b:sparse-int4",
+    "tiny:int4",
+)
 OTHERS = ("qwen3-4b:int8", "qwen2-0.5b:fp8", "smollm2-135m:sparse-w8a8")
 EXPERTS = ("qwen2-57b-a14b:int4",)
 # GPUs between two others, of the kernels of both: half of the models are enough.
 FEWER = ("qwen3-8b:int4", "qwen3-8b:w8a8", "qwen2-0.5b:sparse-int4")
-BETWEEN = {"sm_89": FEWER, "sm_90a:114": ("qwen3-8b:int4", "qwen3-8b:vptq", "tiny:int4"), "sm_100a": FEWER}
-# The GPUs that leave least: little shared memory, few processors, or neither warpgroup products nor much else.
+BETWEEN = {
+    "sm_89": FEWER,
+    "sm_90a:114": ("qwen3-8b:int4", "qwen3-8b:vptq", "tiny:int4"),
+    "sm_100a": FEWER,
+}
+# The GPUs that leave least: little shared memory, few processors, or neither warpgroup products nor
+# much else.
 MORE = {"sm_86": (*OTHERS, *EXPERTS), "sm_90a:78": (*OTHERS, *EXPERTS), "sm_120a": OTHERS}
 
 
-# Every preset of a family beyond Llama's like, by schemes in turn, on GPUs in turn; the Hoppers have those whose kernels differ.
+# Every preset of a family beyond Llama's like, by schemes in turn, on GPUs in turn; the Hoppers
+# have those whose kernels differ.
 SCHEMES = ("int4", "bf16", "w8a8", "vptq", "fp8")
-BENT = ("gemma-3-12b:int4", "gemma-2-9b:bf16", "gpt-oss-20b:int4", "gpt-oss-20b:mxfp4", "glm-4.5-air:int4")
+BENT = (
+    "gemma-3-12b:int4",
+    "gemma-2-9b:bf16",
+    "gpt-oss-20b:int4",
+    "gpt-oss-20b:mxfp4",
+    "glm-4.5-air:int4",
+)
 
 
-# Cards that are in no table: few processors, slices of large ones, generations between and after. A model or two each.
+# Cards that are in no table: few processors, slices of large ones, generations between and after. A
+# model or two each.
 UNLISTED = {
     "RTX 3060": (by_name("sm_86:28"), ("qwen2-0.5b:int4",)),
     "RTX 4060": (by_name("sm_89:24"), ("qwen2-0.5b:fp8",)),
@@ -49,8 +72,11 @@ def scheme_of(i, config):
 
 def families_of(name):
     at = list(GPUS).index(name)
-    found = [f"{preset}:{scheme_of(i, config)}" for i, (preset, config) in enumerate(families.PRESETS.items())
-             if i % len(GPUS) == at]
+    found = [
+        f"{preset}:{scheme_of(i, config)}"
+        for i, (preset, config) in enumerate(families.PRESETS.items())
+        if i % len(GPUS) == at
+    ]
     return tuple(dict.fromkeys([*found, *(BENT if name == "sm_90a" else ())]))
 
 
@@ -64,13 +90,17 @@ def gathered(work, cards):
 @pytest.fixture(scope="module")
 def planned():
     """(launches, reasons for steps that are not captured) by GPU."""
-    cards = {name: (gpu, (*BETWEEN.get(name, MODELS), *MORE.get(name, ()))) for name, gpu in GPUS.items()}
+    cards = {
+        name: (gpu, (*BETWEEN.get(name, MODELS), *MORE.get(name, ()))) for name, gpu in GPUS.items()
+    }
     return gathered(planned_launches.launches_on, cards)
 
 
 @pytest.fixture(scope="module")
 def planned_families():
-    return gathered(planned_launches.families_on, {name: (gpu, families_of(name)) for name, gpu in GPUS.items()})
+    return gathered(
+        planned_launches.families_on, {name: (gpu, families_of(name)) for name, gpu in GPUS.items()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +110,9 @@ def planned_unlisted():
 
 def assert_fits(launches, gpu):
     assert {one for one in launches if one.shared > gpu.shared_memory_per_block_optin} == set()
-    assert {one for one in launches if not 32 <= one.threads <= MOST_THREADS or one.threads % 32} == set()
+    assert {
+        one for one in launches if not 32 <= one.threads <= MOST_THREADS or one.threads % 32
+    } == set()
     assert {one for one in launches if one.blocks < 1 or one.blocks % one.cluster} == set()
 
 

@@ -8,7 +8,7 @@ from gpu_linears import TOLERANCE, linear_of, make, relative_error, replayed
 
 from flyweight import gpu
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemm_small, gemv, gemv_cluster, tiles, whole_layers
+from flyweight.kernels.linear import gemm_small, gemv, gemv_cluster, tiles
 from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
@@ -59,9 +59,10 @@ def test_5_to_16_rows_with_bias_and_residual(kind, seed, dtype):
 
 
 @pytest.mark.parametrize(("kind", "shape", "activation"), [
-    ("int4:128", (24576, 4096), "silu"), ("int4:128", (2144, 2560), "silu"), ("int4:128", (2128, 2048), None), ("int8:128", (4096, 4096), "silu")])
-def test_a_norm_before_and_gate_up_after_are_fused(kind, shape, activation, monkeypatch):
-    monkeypatch.setattr(whole_layers, "running", lambda: True)
+    ("int4:128", (24576, 4096), "silu"), ("int4:128", (2144, 2560), "silu"), ("int4:128", (2128, 2048), None), ("int8:128", (4096, 4096), "silu"),
+    ("int4:128", (37888, 3584), "silu"), ("int4:128", (9728, 896), "silu"), ("int4:128", (2144, 5120), "silu"), ("int4:128", (2128, 5504), None)])
+def test_a_norm_before_and_gate_up_after_are_fused(kind, shape, activation):
+    """Over inputs of one turn and of several, an odd number of groups among them."""
     columns = shape[1]
     tensor = make(kind, shape, 0, torch.bfloat16)
     weight = tiles.prepare(tensor, dtype=torch.bfloat16, activation=activation)
@@ -74,8 +75,42 @@ def test_a_norm_before_and_gate_up_after_are_fused(kind, shape, activation, monk
         gate, up = want.chunk(2, -1)
         want = torch.nn.functional.silu(gate) * up
     for rows in range(3, 9):
-        got = run(partial(gemv_cluster.multiply, weight), x[:rows], want.shape[1], norm=norm)
+        got = run(partial(gemv_cluster.multiply, weight), x[:rows], want.shape[1], norm=norm, beside=True)
         assert relative_error(got, want[:rows]) < 2 * TOLERANCE[torch.bfloat16], rows
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", [(3584, 18944), (2560, 9728), (4096, 14336), (896, 4864), (896, 896), (3584, 3584), (4096, 11008)])
+def test_inputs_beside_another_kernel_need_not_come_out_even(shape, seed):
+    """Of o and down of several models, with a residual and with zero points (seed 0) or without."""
+    tensor = make("int4:128", shape, seed, torch.bfloat16)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    x, residual = (torch.randn(8, width, device="cuda").bfloat16() for width in (shape[1], shape[0]))
+    want = tensor.matmul_reference(x) + residual.double()
+    for rows in range(3, 9):
+        got = run(partial(gemv_cluster.multiply, weight), x[:rows], shape[0], residual=residual[:rows], beside=True)
+        assert relative_error(got, want[:rows]) < TOLERANCE[torch.bfloat16], rows
+        again = run(partial(gemv_cluster.multiply, weight), x[:rows], shape[0], residual=residual[:rows], beside=True)
+        assert torch.equal(got, again), "the same bits every time"
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(3584, 18944), (2560, 9728), (896, 4864), (4096, 14336), (5120, 17408)])
+def test_a_thousand_replays_of_layers_whose_kernels_leave_room_agree(hidden, inner):
+    """o, gate/up with its norm, and down, two on an SM at a time."""
+    shapes = ((hidden, hidden), (2 * inner, hidden), (hidden, inner))
+    layers = [[tiles.prepare(make("int4:128", shape, i, torch.bfloat16), dtype=torch.bfloat16, activation="silu" if shape[0] == 2 * inner else None)
+               for shape in shapes] for i in range(3)]
+    norm, start = Norm(torch.ones(hidden, device="cuda").bfloat16(), 1e-6), torch.randn(8, hidden, device="cuda").bfloat16()
+    attended, gated = torch.randn(8, hidden, device="cuda").bfloat16(), torch.empty(8, inner, device="cuda").bfloat16()
+
+    def layer(weights, x, out, pdl):
+        o, gate_up, down = weights
+        gemv_cluster.multiply(o, attended, out, residual=x, pdl=pdl, beside=True)
+        gemv_cluster.multiply(gate_up, out, gated, norm=norm, pdl=pdl, beside=True)
+        return gemv_cluster.multiply(down, gated, out, residual=out, pdl=pdl, beside=True)
+
+    results = replayed(layer, layers, start, replays=1000)
+    assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "shape", "kernel"), [

@@ -11,14 +11,25 @@ from flyweight.kernels.gated_delta.decode import DeltaRows, delta_step
 from flyweight.kernels.gated_delta.shape import DeltaShape, DeltaWeights
 
 pytestmark = pytest.mark.gpu
-SHAPES = [DeltaShape(16, 32, 128, 128, 4), DeltaShape(2, 4, 64, 64, 4), DeltaShape(4, 4, 64, 128, 3)]
+SHAPES = [
+    DeltaShape(16, 32, 128, 128, 4),
+    DeltaShape(2, 4, 64, 64, 4),
+    DeltaShape(4, 4, 64, 128, 3),
+]
 
 
 def make(shape):
     torch.manual_seed(0)
-    sizes = (shape.width, shape.channels), (shape.value_heads,), (shape.value_heads,), (shape.value_dim,)
+    sizes = (
+        (shape.width, shape.channels),
+        (shape.value_heads,),
+        (shape.value_heads,),
+        (shape.value_dim,),
+    )
     conv, decay, bias, norm = (torch.randn(size) for size in sizes)
-    return DeltaWeights(shape, conv / 2, -decay.abs() / 4, bias, 1 + norm / 10, 1e-6).to(torch.device("cuda"))
+    return DeltaWeights(shape, conv / 2, -decay.abs() / 4, bias, 1 + norm / 10, 1e-6).to(
+        torch.device("cuda")
+    )
 
 
 def in_double(weights):
@@ -41,19 +52,29 @@ def test_prompts_and_the_steps_after_them(shape, dtype):
     )
 
     def run(*rows):
-        packed = torch.cat([tokens[which, one.start : one.start + one.tokens] for which, one in rows])
+        packed = torch.cat(
+            [tokens[which, one.start : one.start + one.tokens] for which, one in rows]
+        )
         table = torch.tensor([one for _, one in rows], dtype=torch.int32, device="cuda")
         starts = [*(one.begin for _, one in rows), len(packed)]
         batch = SimpleNamespace(states=table, query_starts=starts)
         got = prefill.delta_paged(packed, cache, batch, weights)
-        expected = torch.cat([want[which, one.start : one.start + one.tokens] for which, one in rows])
+        expected = torch.cat(
+            [want[which, one.start : one.start + one.tokens] for which, one in rows]
+        )
         close(got, expected, dtype)
 
     run((0, SequenceState(0, 150, 0, -1, 1)), (1, SequenceState(150, 100, 0, -1, 2, 96, 3)))
-    run((1, SequenceState(0, 100, 100, 2, 2)), (1, SequenceState(100, 104, 96, 3, 4)), (0, SequenceState(204, 50, 150, 1, 1)))
+    run(
+        (1, SequenceState(0, 100, 100, 2, 2)),
+        (1, SequenceState(100, 104, 96, 3, 4)),
+        (0, SequenceState(204, 50, 150, 1, 1)),
+    )
     slots = torch.tensor([1, 2, 0, 4], dtype=torch.int32, device="cuda")
     for at in range(200, 205):
-        lengths = torch.tensor([at + 1, at + 1, 0, at + 1 if at == 200 else 0], dtype=torch.int32, device="cuda")
+        lengths = torch.tensor(
+            [at + 1, at + 1, 0, at + 1 if at == 200 else 0], dtype=torch.int32, device="cuda"
+        )
         out = torch.zeros(4, shape.outputs, device="cuda", dtype=dtype)
         step = torch.stack([tokens[0, at], tokens[1, at], tokens[0, 0], tokens[1, at]])
         delta_step(step, out, cache, DeltaRows(lengths, slots), weights)

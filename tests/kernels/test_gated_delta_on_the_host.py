@@ -34,8 +34,11 @@ def test_steps_of_sequences_are_the_whole_of_them(shape, monkeypatch, tmp_path):
     assert unsupported_reason(shape) is None
     weights = random_weights(shape)
     tokens = torch.randn(2, 5, shape.projected).bfloat16()
-    wide = DeltaWeights(shape, *(x.double() for x in (
-        weights.conv, weights.decay, weights.step_bias, weights.norm)), weights.epsilon)
+    wide = DeltaWeights(
+        shape,
+        *(x.double() for x in (weights.conv, weights.decay, weights.step_bias, weights.norm)),
+        weights.epsilon,
+    )
     want = reference.delta_whole(tokens.double(), wide)
     cache = StateStorage(
         torch.full((4, shape.width, shape.channels), torch.nan).bfloat16(),
@@ -57,4 +60,6 @@ def test_steps_of_sequences_are_the_whole_of_them(shape, monkeypatch, tmp_path):
 def test_heads_that_the_kernel_cannot_take_are_named():
     assert unsupported_reason(DeltaShape(16, 32, 128, 128, 4)) is None
     for key_dim, value_dim in ((128, 48), (8, 8), (256, 256), (40, 128)):
-        assert f"{key_dim} x {value_dim}" in str(unsupported_reason(DeltaShape(2, 2, key_dim, value_dim, 4)))
+        assert f"{key_dim} x {value_dim}" in str(
+            unsupported_reason(DeltaShape(2, 2, key_dim, value_dim, 4))
+        )

@@ -1,4 +1,6 @@
-"""The linear for many rows against `matmul_reference` in float64; outputs are poisoned before each launch."""
+"""The linear for many rows against `matmul_reference` in float64; outputs are poisoned before each
+launch.
+"""
 
 import dataclasses
 
@@ -20,15 +22,24 @@ def poisoned(rows, width, dtype):
     return torch.full((rows, width), float("nan"), device="cuda", dtype=dtype)
 
 
-SHAPES = {(1000, 576): (9, 33), (1000, 7392): (64,), (192, 1536): (16, 17, 65), (11008, 512): (40, 300)}
+SHAPES = {
+    (1000, 576): (9, 33),
+    (1000, 7392): (64,),
+    (192, 1536): (16, 17, 65),
+    (11008, 512): (40, 300),
+}
 FEW_SHAPES = {(1000, 576): (9,), (192, 1536): (65,)}
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(("kind", "dtype"), [
-    *((kind, torch.bfloat16) for kind in KINDS), *((kind, torch.float16) for kind in FORMATS)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.bfloat16) for kind in KINDS), *((kind, torch.float16) for kind in FORMATS)],
+)
 def test_rows_9_to_many_on_ragged_shapes(kind, dtype):
-    for seed, (shape, counts) in enumerate((SHAPES if kind in FORMATS and dtype == torch.bfloat16 else FEW_SHAPES).items()):
+    for seed, (shape, counts) in enumerate(
+        (SHAPES if kind in FORMATS and dtype == torch.bfloat16 else FEW_SHAPES).items()
+    ):
         tensor = make(kind, shape, seed, dtype)
         prepared = tiles.prepare(tensor, dtype=dtype)
         for rows in counts:
@@ -44,7 +55,10 @@ def test_a_residual_is_added_by_cublas(kind):
     x = torch.randn(70, 576, device="cuda").bfloat16()
     linear, want = linear_of(tensor), tensor.matmul_reference(x) + residual.double()
     assert relative_error(linear.multiply(x, residual=residual, kernel="cublas"), want) < 1e-2
-    assert relative_error(linear.multiply(x, residual, residual=residual, kernel="cublas"), want) < 1e-2
+    assert (
+        relative_error(linear.multiply(x, residual, residual=residual, kernel="cublas"), want)
+        < 1e-2
+    )
     assert relative_error(residual, want) < 1e-2, "in its place"
 
 
@@ -54,73 +68,143 @@ def test_a_gated_weight_is_written_out_in_tiles(kind):
     tensor, norm = make(kind, (640, 576), 4), (1 + 0.1 * torch.randn(576, device="cuda")).bfloat16()
     x = torch.randn(300, 576, device="cuda").bfloat16()
     linear = linear_of(tensor, activation="silu")
-    gate, up = tensor.matmul_reference(torch.nn.functional.rms_norm(x.double(), (576,), norm.double(), 1e-6)).chunk(2, -1)
+    gate, up = tensor.matmul_reference(
+        torch.nn.functional.rms_norm(x.double(), (576,), norm.double(), 1e-6)
+    ).chunk(2, -1)
     for _ in range(2):
-        got = linear.multiply(x, poisoned(300, 320, x.dtype), norm=Norm(norm, 1e-6), kernel="gemm_dequantized")
+        got = linear.multiply(
+            x, poisoned(300, 320, x.dtype), norm=Norm(norm, 1e-6), kernel="gemm_dequantized"
+        )
         assert relative_error(got, torch.nn.functional.silu(gate) * up) < 2e-2
     assert linear.choose(8192, norm=True).kernel == "gemm_dequantized"
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8"])
-@pytest.mark.parametrize(("tokens", "warpgroups"), [
-    tile[:2] for tile in tuned.of(gpu.GPUS["sm_90a"]).gemm.tiles["between"] if tile[0] not in (128, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "warpgroups"),
+    [
+        tile[:2]
+        for tile in tuned.of(gpu.GPUS["sm_90a"]).gemm.tiles["between"]
+        if tile[0] not in (128, 256)
+    ],
+)
 def test_tiles_of_any_number_of_tokens_give_the_same_bits(kind, tokens, warpgroups):
     tensor, residual = make(kind, (1040, 1536), 4), torch.randn(450, 1040, device="cuda").bfloat16()
-    weight, x = tiles.prepare(tensor, dtype=torch.bfloat16), torch.randn(450, 1536, device="cuda").bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    x = torch.randn(450, 1536, device="cuda").bfloat16()
     cuts = [dict(tokens=256, warpgroups=2), dict(tokens=tokens, warpgroups=warpgroups)]
-    want, got = (gemm.multiply(weight, x, poisoned(450, 1040, x.dtype), residual=residual,
-                               forced=Forced(split=WHOLE, **cut)) for cut in cuts)
+    want, got = (
+        gemm.multiply(
+            weight,
+            x,
+            poisoned(450, 1040, x.dtype),
+            residual=residual,
+            forced=Forced(split=WHOLE, **cut),
+        )
+        for cut in cuts
+    )
     assert torch.equal(got, want)
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8", "fp8"])
-@pytest.mark.parametrize(("rows", "cut"), [
-    (200, dict(split=CLUSTERS, tokens=128, cluster=2)), (200, dict(split=MAILBOX, tokens=128, cluster=3)),
-    (500, dict(split=CLUSTERS, tokens=256, cluster=2)), (1100, dict(split=MAILBOX, tokens=128, cluster=2)),
-    (5, dict(split=CLUSTERS, cluster=2, separate_exchange=True)), (30, dict(split=CLUSTERS, cluster=6, separate_exchange=True)),
-    (60, dict(split=CLUSTERS, cluster=3, separate_exchange=True))])
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [
+        (200, dict(split=CLUSTERS, tokens=128, cluster=2)),
+        (200, dict(split=MAILBOX, tokens=128, cluster=3)),
+        (500, dict(split=CLUSTERS, tokens=256, cluster=2)),
+        (1100, dict(split=MAILBOX, tokens=128, cluster=2)),
+        (5, dict(split=CLUSTERS, cluster=2, separate_exchange=True)),
+        (30, dict(split=CLUSTERS, cluster=6, separate_exchange=True)),
+        (60, dict(split=CLUSTERS, cluster=3, separate_exchange=True)),
+    ],
+)
 def test_inputs_of_several_tiles_of_tokens_are_cut_into_slices(kind, rows, cut):
     tensor, residual = make(kind, (600, 1536), 4), torch.randn(rows, 600, device="cuda").bfloat16()
-    weight, x = tiles.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, 1536, device="cuda").bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    x = torch.randn(rows, 1536, device="cuda").bfloat16()
     want = tensor.matmul_reference(x) + residual.double()
     forced = Forced(warpgroups=2, **cut)
-    found = [gemm.multiply(weight, x, poisoned(rows, 600, x.dtype), residual=residual, forced=forced) for _ in range(3)]
-    assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(torch.equal(one, found[0]) for one in found)
+    found = [
+        gemm.multiply(weight, x, poisoned(rows, 600, x.dtype), residual=residual, forced=forced)
+        for _ in range(3)
+    ]
+    assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(
+        torch.equal(one, found[0]) for one in found
+    )
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(("kind", "rows", "cut"), [
-    (kind, rows, cut) for kind in ("plain", "int4:128", "int8:64", "w8a8", "fp8") for rows, cut in (
-        (20, dict(split=WHOLE)), (64, dict(split=CLUSTERS, cluster=2, beside=False, separate_exchange=True, early_stages=2)),
-        (40, dict(split=MAILBOX, cluster=3)), (100, dict(split=WHOLE, tokens=64)),
-        (200, dict(split=WHOLE, tokens=128))) if kind != "fp8" or rows <= 100])
+@pytest.mark.parametrize(
+    ("kind", "rows", "cut"),
+    [
+        (kind, rows, cut)
+        for kind in ("plain", "int4:128", "int8:64", "w8a8", "fp8")
+        for rows, cut in (
+            (20, dict(split=WHOLE)),
+            (
+                64,
+                dict(
+                    split=CLUSTERS, cluster=2, beside=False, separate_exchange=True, early_stages=2
+                ),
+            ),
+            (40, dict(split=MAILBOX, cluster=3)),
+            (100, dict(split=WHOLE, tokens=64)),
+            (200, dict(split=WHOLE, tokens=128)),
+        )
+        if kind != "fp8" or rows <= 100
+    ],
+)
 def test_two_teams_take_the_stages_of_a_tile_by_turns(kind, rows, cut):
-    tensor, residual = make(kind, (600, 1664), 4), torch.randn(rows, 600, device="cuda").bfloat16()  # 13 stages
-    weight, x = tiles.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, 1664, device="cuda").bfloat16()
+    # 13 stages
+    tensor, residual = make(kind, (600, 1664), 4), torch.randn(rows, 600, device="cuda").bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    x = torch.randn(rows, 1664, device="cuda").bfloat16()
     want = tensor.matmul_reference(x) + residual.double()
     forced = Forced(warpgroups=1, stage_blocks=2, teams=2, **cut)
-    found = [gemm.multiply(weight, x, poisoned(rows, 600, x.dtype), residual=residual, forced=forced) for _ in range(3)]
-    assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(torch.equal(one, found[0]) for one in found)
+    found = [
+        gemm.multiply(weight, x, poisoned(rows, 600, x.dtype), residual=residual, forced=forced)
+        for _ in range(3)
+    ]
+    assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(
+        torch.equal(one, found[0]) for one in found
+    )
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("seed", [0, 1])  # with and without zero points
-@pytest.mark.parametrize(("kind", "dtype"), [
-    ("int4:128", torch.bfloat16), ("int4:128", torch.float16), ("int8:128", torch.bfloat16)])
-@pytest.mark.parametrize(("rows", "cut"), [
-    (5, dict(split=WHOLE, warpgroups=3)), (16, dict(split=CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2)),
-    (32, dict(split=MAILBOX, warpgroups=2, cluster=3)), (17, dict(split=WHOLE, warpgroups=1, teams=2)), (9, {})])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("int4:128", torch.bfloat16), ("int4:128", torch.float16), ("int8:128", torch.bfloat16)],
+)
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [
+        (5, dict(split=WHOLE, warpgroups=3)),
+        (16, dict(split=CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2)),
+        (32, dict(split=MAILBOX, warpgroups=2, cluster=3)),
+        (17, dict(split=WHOLE, warpgroups=1, teams=2)),
+        (9, {}),
+    ],
+)
 def test_few_rows_become_integers(kind, dtype, seed, rows, cut):
-    tensor, residual = make(kind, (1000, 3328), seed, dtype), torch.randn(rows, 1000, device="cuda").to(dtype)
+    tensor = make(kind, (1000, 3328), seed, dtype)
+    residual = torch.randn(rows, 1000, device="cuda").to(dtype)
     x = torch.randn(rows, 3328, device="cuda").to(dtype)
     x[:, 7] *= 200  # one input of a group far from the others
     x[rows // 2, 128:256] = 0
-    weight, want = tiles.prepare(tensor, dtype=dtype), tensor.matmul_reference(x) + residual.double()
+    weight = tiles.prepare(tensor, dtype=dtype)
+    want = tensor.matmul_reference(x) + residual.double()
     forced = Forced(int16_inputs=True, **cut)
-    found = [gemm.multiply(weight, x, poisoned(rows, 1000, dtype), residual=residual, forced=forced) for _ in range(3)]
-    assert relative_error(found[0], want) < TOLERANCE[dtype] and all(torch.equal(one, found[0]) for one in found)
+    found = [
+        gemm.multiply(weight, x, poisoned(rows, 1000, dtype), residual=residual, forced=forced)
+        for _ in range(3)
+    ]
+    assert relative_error(found[0], want) < TOLERANCE[dtype] and all(
+        torch.equal(one, found[0]) for one in found
+    )
 
 
 @pytest.mark.hopper
@@ -137,7 +221,9 @@ def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind):
 @pytest.mark.hopper
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
-    monkeypatch.setattr(gemm, "packing_for", lambda columns, padded, **options: gemm.Packing(rows, 12, 1))
+    monkeypatch.setattr(
+        gemm, "packing_for", lambda columns, padded, **options: gemm.Packing(rows, 12, 1)
+    )
     for kind in ("w8a8", "fp8", "plain"):
         tensor, x = make(kind, (192, 9728), 1), torch.randn(700, 9728, device="cuda").bfloat16()
         got = gemm.multiply(tiles.prepare(tensor, dtype=torch.bfloat16), x)
@@ -153,11 +239,16 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
     norm = (1 + 0.1 * torch.randn(1536, device="cuda")).to(dtype)
     for rows in (12, 150, 2000):
         x, residual = (torch.randn(rows, width, device="cuda").to(dtype) for width in (1536, 512))
-        normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).to(dtype)
+        normed = (
+            x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()
+        ).to(dtype)
         want = tensor.matmul_reference(normed) + bias.double()
         linear = tiles.prepare(tensor, dtype=dtype, bias=bias)
-        got = gemm.multiply(linear, x, poisoned(rows, 512, dtype), norm=Norm(norm, 1e-6), residual=residual)
-        bound = 4e-2 if kind.startswith("fp8") else 3e-2 if kind.endswith("w8a8") else 1e-2  # the reference's norm is rounded
+        got = gemm.multiply(
+            linear, x, poisoned(rows, 512, dtype), norm=Norm(norm, 1e-6), residual=residual
+        )
+        # the reference's norm is rounded
+        bound = 4e-2 if kind.startswith("fp8") else 3e-2 if kind.endswith("w8a8") else 1e-2
         assert relative_error(got, want + residual.double()) < bound
         gate, up = want.chunk(2, -1)
         gated = tiles.prepare(tensor, dtype=dtype, bias=bias, activation="silu")
@@ -166,14 +257,26 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(("kind", "rows", "choices"), [
-    ("plain", 40, {}), ("w8a8", 40, {}), ("int4:128", 40, {}), ("int4:128", 16, {}), ("fp8", 40, {}), ("sparse-w8a8", 40, {}),
-    ("sparse-int4:128", 40, {}), ("w8a8", 20, dict(separate_exchange=True)), ("fp8", 8, dict(separate_exchange=True)),
-    ("int8:128", 16, dict(split=CLUSTERS, warpgroups=1, cluster=4, separate_exchange=True))])
+@pytest.mark.parametrize(
+    ("kind", "rows", "choices"),
+    [
+        ("plain", 40, {}),
+        ("w8a8", 40, {}),
+        ("int4:128", 40, {}),
+        ("int4:128", 16, {}),
+        ("fp8", 40, {}),
+        ("sparse-w8a8", 40, {}),
+        ("sparse-int4:128", 40, {}),
+        ("w8a8", 20, dict(separate_exchange=True)),
+        ("fp8", 8, dict(separate_exchange=True)),
+        ("int8:128", 16, dict(split=CLUSTERS, warpgroups=1, cluster=4, separate_exchange=True)),
+    ],
+)
 def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows, choices):
     tensor = make(kind, (1536, 1536), 1)
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
-    x, norm = torch.randn(rows, 1536, device="cuda").bfloat16(), torch.ones(1536, device="cuda").bfloat16()
+    x = torch.randn(rows, 1536, device="cuda").bfloat16()
+    norm = torch.ones(1536, device="cuda").bfloat16()
     buffers = [torch.empty_like(x) for _ in range(3)]
 
     def chain(pdl):
@@ -181,7 +284,9 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows, choices):
         for target in buffers:
             target.fill_(float("nan"))
         for target in buffers:
-            source = gemm.multiply(weight, source, target, norm=Norm(norm, 1e-6), pdl=pdl, forced=Forced(**choices))
+            source = gemm.multiply(
+                weight, source, target, norm=Norm(norm, 1e-6), pdl=pdl, forced=Forced(**choices)
+            )
 
     chain(False)
     torch.cuda.synchronize()
@@ -195,16 +300,26 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows, choices):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(("kind", "dtype", "rows"), [
-    ("plain", torch.bfloat16, 33), ("plain", torch.bfloat16, 2000), ("int4:128", torch.bfloat16, 64),
-    ("int4:128", torch.bfloat16, 300), ("int4:32", torch.float16, 20), ("int8:64", torch.bfloat16, 70)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "rows"),
+    [
+        ("plain", torch.bfloat16, 33),
+        ("plain", torch.bfloat16, 2000),
+        ("int4:128", torch.bfloat16, 64),
+        ("int4:128", torch.bfloat16, 300),
+        ("int4:32", torch.float16, 20),
+        ("int8:64", torch.bfloat16, 70),
+    ],
+)
 def test_x_packed_by_the_linear_before_gives_the_same_bits(kind, dtype, rows):
     gate_up = tiles.prepare(make(kind, (6144, 512), 1, dtype), dtype=dtype, activation="silu")
-    down, norm = tiles.prepare(make(kind, (512, 3072), 2, dtype), dtype=dtype), torch.ones(512, device="cuda", dtype=dtype)
+    down = tiles.prepare(make(kind, (512, 3072), 2, dtype), dtype=dtype)
+    norm = torch.ones(512, device="cuda", dtype=dtype)
     hidden = torch.randn(rows, 512, device="cuda").to(dtype)
 
     def layers(x, ahead, pdl):
-        for out in [poisoned(rows, 512, dtype) for _ in range(3)]:  # the next one's gate/up writes what this one's down has read
+        # the next one's gate/up writes what this one's down has read
+        for out in [poisoned(rows, 512, dtype) for _ in range(3)]:
             to = gemm.packed_input(down, rows, x.device, residual=True) if ahead else None
             gated = gemm.multiply(gate_up, x, norm=Norm(norm, 1e-6), to=to, pdl=pdl)
             x = gemm.multiply(down, to or gated, out, residual=x, pdl=pdl)
@@ -233,8 +348,11 @@ def test_zero_points_are_taken_out_exactly(kind):
 
 @pytest.mark.hopper
 def test_float8_sums_of_one_sign_keep_their_size():
-    """The matrix units add up with 14 bits: on their own, as with torch's fast accumulation, they lose a fifth of such sums."""
-    tensor, x = make("fp8", (512, 12288), 0), torch.randn(512, 12288, device="cuda").abs().bfloat16()
+    """The matrix units add up with 14 bits: on their own, as with torch's fast accumulation, they
+    lose a fifth of such sums.
+    """
+    tensor = make("fp8", (512, 12288), 0)
+    x = torch.randn(512, 12288, device="cuda").abs().bfloat16()
     tensor = dataclasses.replace(tensor, weight=tensor.weight.float().abs().to(tensor.weight.dtype))
     want = tensor.matmul_reference(x)
     for tokens in (128, 256):
@@ -242,8 +360,14 @@ def test_float8_sums_of_one_sign_keep_their_size():
         got = gemm.multiply(tiles.prepare(tensor, dtype=torch.bfloat16), x, forced=forced)
         assert relative_error(got, want) < 4e-3
     codes, scale = quantize_float8_rows(x)
-    fast = torch._scaled_mm(codes, tensor.weight.t(), scale_a=scale, scale_b=tensor.scales.float().view(1, -1),
-                            out_dtype=torch.bfloat16, use_fast_accum=True)
+    fast = torch._scaled_mm(
+        codes,
+        tensor.weight.t(),
+        scale_a=scale,
+        scale_b=tensor.scales.float().view(1, -1),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
     assert relative_error(fast, want) > 0.1
 
 

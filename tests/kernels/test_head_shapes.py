@@ -43,12 +43,16 @@ def test_shapes_that_need_one_item_are_compiled_as_before():
     assert replace(SHAPE, heads=32, kv_heads=2).defines["ITEMS"] == 2
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    (dict(heads=18, kv_heads=2), "9 query heads"),
-    (dict(heads=22, kv_heads=2), "11 query heads"),
-    (dict(head_dim=80), "head_dim 80"),
-    (dict(head_dim=96), "head_dim 96"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(heads=18, kv_heads=2), "9 query heads"),
+        (dict(heads=22, kv_heads=2), "11 query heads"),
+        (dict(head_dim=80), "head_dim 80"),
+        (dict(head_dim=96), "head_dim 96"),
+    ],
+    ids=str,
+)
 def test_attention_takes_them_and_the_kernel_that_joins_it_with_qkv_says_why_not(changes, words):
     shape = replace(SHAPE, **changes)
     assert shape.unsupported_reason() is None

@@ -1,4 +1,6 @@
-"""Decode attention of the larger groups and of heads of 80 and 96 compiles for every architecture; no GPU needed."""
+"""Decode attention of the larger groups and of heads of 80 and 96 compiles for every architecture;
+no GPU needed.
+"""
 
 from dataclasses import replace
 

@@ -27,34 +27,48 @@ def test_a_group_of_more_than_eight_query_heads(group):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("changes", [
-    dict(heads=32, kv_heads=2),
-    dict(heads=16, kv_heads=2, head_dim=256, rotary=64, gated=True),
-    dict(heads=24, kv_heads=2, head_dim=64, rotary=64, window=100),
-    dict(heads=18, kv_heads=2, head_dim=64, rotary=24, page=8, qk_norm=False),
-    dict(heads=71, kv_heads=1, head_dim=64, rotary=64, qk_norm=False),
-    dict(heads=24, kv_heads=2, head_dim=256, rotary=64, qk_norm=False, window=1000),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(heads=32, kv_heads=2),
+        dict(heads=16, kv_heads=2, head_dim=256, rotary=64, gated=True),
+        dict(heads=24, kv_heads=2, head_dim=64, rotary=64, window=100),
+        dict(heads=18, kv_heads=2, head_dim=64, rotary=24, page=8, qk_norm=False),
+        dict(heads=71, kv_heads=1, head_dim=64, rotary=64, qk_norm=False),
+        dict(heads=24, kv_heads=2, head_dim=256, rotary=64, qk_norm=False, window=1000),
+    ],
+    ids=str,
+)
 def test_groups_with_windows_pages_and_part_of_rope(changes, dtype):
     check(replace(SHAPE, **changes), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("changes", [
-    dict(head_dim=80, rotary=80),
-    dict(head_dim=80, rotary=32, qk_norm=False, heads=32, kv_heads=32),
-    dict(head_dim=80, rotary=20, heads=24, kv_heads=2, page=8),
-    dict(head_dim=96, rotary=96, window=300, page=32),
-    dict(head_dim=96, rotary=48, qk_norm=False, heads=32, kv_heads=32),
-    dict(head_dim=96, rotary=96, qk_norm=False, heads=32, kv_heads=2),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(head_dim=80, rotary=80),
+        dict(head_dim=80, rotary=32, qk_norm=False, heads=32, kv_heads=32),
+        dict(head_dim=80, rotary=20, heads=24, kv_heads=2, page=8),
+        dict(head_dim=96, rotary=96, window=300, page=32),
+        dict(head_dim=96, rotary=48, qk_norm=False, heads=32, kv_heads=32),
+        dict(head_dim=96, rotary=96, qk_norm=False, heads=32, kv_heads=2),
+    ],
+    ids=str,
+)
 def test_heads_of_80_and_96(changes, dtype):
     check(replace(SHAPE, **changes), dtype)
 
 
-@pytest.mark.parametrize("changes", [
-    dict(heads=32, kv_heads=2), dict(heads=22, kv_heads=2, head_dim=80, rotary=80),
-    dict(head_dim=96, rotary=96)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(heads=32, kv_heads=2),
+        dict(heads=22, kv_heads=2, head_dim=80, rotary=80),
+        dict(head_dim=96, rotary=96),
+    ],
+    ids=str,
+)
 def test_replays_of_a_graph_give_the_same_bits(changes):
     """Whichever item is first to arrive, and whoever stores the new key and value."""
     shape = replace(SHAPE, **changes)

@@ -33,25 +33,33 @@ def test_a_group_of_more_than_eight_query_heads(group):
     attend(replace(SHAPE, heads=group, kv_heads=1), LENGTHS, 3, torch.bfloat16)
 
 
-@pytest.mark.parametrize("changes", [
-    dict(heads=24, kv_heads=2),
-    dict(heads=32, kv_heads=2, head_dim=128, rotary=128, window=60),
-    dict(heads=18, kv_heads=2, rotary=24, page=8, qk_norm=False),
-    dict(heads=17, kv_heads=1, head_dim=256, qk_norm=False, window=20),
-    dict(rotary=16, gated=True),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(heads=24, kv_heads=2),
+        dict(heads=32, kv_heads=2, head_dim=128, rotary=128, window=60),
+        dict(heads=18, kv_heads=2, rotary=24, page=8, qk_norm=False),
+        dict(heads=17, kv_heads=1, head_dim=256, qk_norm=False, window=20),
+        dict(rotary=16, gated=True),
+    ],
+    ids=str,
+)
 def test_groups_of_several_kv_heads_with_windows_pages_and_part_of_rope(changes):
     attend(replace(SHAPE, **changes), LENGTHS, 2, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("changes", "dtype"), [
-    (dict(head_dim=80, rotary=80), torch.bfloat16),
-    (dict(head_dim=80, rotary=32, qk_norm=False, window=40), torch.float16),
-    (dict(head_dim=80, rotary=20, heads=12, kv_heads=1, page=8), torch.bfloat16),
-    (dict(head_dim=96, rotary=96, window=70, page=32), torch.bfloat16),
-    (dict(head_dim=96, rotary=48, qk_norm=False, heads=5, kv_heads=5), torch.bfloat16),
-    (dict(head_dim=96, rotary=96, qk_norm=False, heads=16, kv_heads=1), torch.float16),
-], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        (dict(head_dim=80, rotary=80), torch.bfloat16),
+        (dict(head_dim=80, rotary=32, qk_norm=False, window=40), torch.float16),
+        (dict(head_dim=80, rotary=20, heads=12, kv_heads=1, page=8), torch.bfloat16),
+        (dict(head_dim=96, rotary=96, window=70, page=32), torch.bfloat16),
+        (dict(head_dim=96, rotary=48, qk_norm=False, heads=5, kv_heads=5), torch.bfloat16),
+        (dict(head_dim=96, rotary=96, qk_norm=False, heads=16, kv_heads=1), torch.float16),
+    ],
+    ids=str,
+)
 def test_heads_of_80_and_96(changes, dtype):
     attend(replace(SHAPE, **changes), LENGTHS, 3, dtype)
 
@@ -64,8 +72,9 @@ def packed_place(row, column, groups):
     return (block * 32 + row % 8 + 8 * pair) * 8 + column % 32 // 8 * 2 + half
 
 
-@pytest.mark.parametrize("changes", [
-    dict(heads=9, kv_heads=1), dict(head_dim=80, rotary=80)], ids=str)
+@pytest.mark.parametrize(
+    "changes", [dict(heads=9, kv_heads=1), dict(head_dim=80, rotary=80)], ids=str
+)
 def test_results_are_written_in_the_order_of_the_next_product(changes):
     shape = replace(SHAPE, **changes)
     width, groups = shape.heads * shape.head_dim, 2
@@ -84,7 +93,8 @@ def test_results_are_the_input_of_a_vptq_linear_with_the_sums_of_its_biases(monk
         return torch.rand(banks.shape).argsort(2).to(torch.uint8)
 
     monkeypatch.setattr(layout, "schedule", shuffled)  # any order is right, and the best takes long
-    shape = replace(SHAPE, heads=18, kv_heads=2, head_dim=128)  # items of 5 and 4; as wide as 9 · 256
+    # items of 5 and 4; as wide as 9 · 256
+    shape = replace(SHAPE, heads=18, kv_heads=2, head_dim=128)
     sequences = Sequences(shape, NINE_LENGTHS, torch.float16, CPU)
     width = shape.heads * shape.head_dim
     tensor = VectorQuant.random((72, width), dtype=torch.float16, main=256, residual=256)

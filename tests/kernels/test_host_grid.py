@@ -11,9 +11,12 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 KERNEL = """
 #include "common.cuh"
 extern "C" __global__ void number(u32* out) {
-  out[blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x << 8 | __reduce_max_sync(~0u, threadIdx.x);
+  u32 most = __reduce_max_sync(~0u, threadIdx.x);
+  out[blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x << 8 | most;
 }
-extern "C" __global__ void read_two(const u16* in, u32* out, int at) { if (threadIdx.x == 0) *out = *(const u32*)(in + at); }
+extern "C" __global__ void read_two(const u16* in, u32* out, int at) {
+  if (threadIdx.x == 0) *out = *(const u32*)(in + at);
+}
 """
 
 

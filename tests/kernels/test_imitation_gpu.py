@@ -1,4 +1,6 @@
-"""A model through the code of older GPUs: only their PTX is loaded, and every launch fits the card that it is planned for."""
+"""A model through the code of older GPUs: only their PTX is loaded, and every launch fits the card
+that it is planned for.
+"""
 
 import json
 import os
@@ -30,8 +32,13 @@ def test_only_ptx_of_the_other_gpu_is_loaded_and_every_launch_fits_it(name):
     from flyweight.kernels.imitation import Launched
 
     schemes = ["bf16", "int4", "w8a8", "vptq", "sparse-int4"]
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *schemes], env=os.environ | {"FLYWEIGHT_PRETEND": name},
-                          capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *schemes],
+        env=os.environ | {"FLYWEIGHT_PRETEND": name},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {one["target"] for one in found["modules"]} == {name}, "no cubin among them"

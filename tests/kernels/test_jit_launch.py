@@ -1,4 +1,6 @@
-"""What a launch hands to the driver, with a driver that only writes down what it gets: no GPU needed."""
+"""What a launch hands to the driver, with a driver that only writes down what it gets: no GPU
+needed.
+"""
 
 import ctypes
 from types import SimpleNamespace
@@ -16,7 +18,8 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 class Driver:
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
     CUfunction_attribute = SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="own", CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="most"
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="own",
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="most",
     )
     CUkernel = CUdevice = int
 
@@ -35,7 +38,10 @@ class Driver:
 
     def cuLaunchKernelEx(self, config, function, places, extra):
         addresses = (ctypes.c_void_p * len(self.types)).from_address(places)
-        values = [kind.from_address(address).value for kind, address in zip(self.types, addresses, strict=True)]
+        values = [
+            kind.from_address(address).value
+            for kind, address in zip(self.types, addresses, strict=True)
+        ]
         self.launches.append((config, int(function), values))
         return (self.status,)
 
@@ -60,7 +66,9 @@ def test_arguments_arrive_by_pointer_integer_and_float(kernel):
 
 
 def test_bytes_arrive_by_value_between_others(kernel):
-    kernel._driver = Driver([ctypes.c_int32, ctypes.c_char * 128, ctypes.c_float, ctypes.c_char * 128, ctypes.c_uint64])
+    kernel._driver = Driver(
+        [ctypes.c_int32, ctypes.c_char * 128, ctypes.c_float, ctypes.c_char * 128, ctypes.c_uint64]
+    )
     maps, x = [bytes(range(1, 129)), bytes(range(128, 0, -1))], torch.zeros(4)
     kernel.launch(3, 64, (-5, maps[0], 0.5, maps[1], x))
     assert kernel._driver.launches[0][2] == [-5, maps[0], 0.5, maps[1], x.data_ptr()]
@@ -72,7 +80,10 @@ def test_the_configuration_says_grid_stream_cluster_and_dependent_launch(kernel)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX) == (4, 2, 1, 128)
     assert config.sharedMemBytes == 1000 and int(config.hStream) == 77
     cluster, dependent = config.attrs
-    assert cluster.value.clusterDim.x == 2 and dependent.value.programmaticStreamSerializationAllowed == 1
+    assert (
+        cluster.value.clusterDim.x == 2
+        and dependent.value.programmaticStreamSerializationAllowed == 1
+    )
     kernel.launch((4, 2), 128, (None, None, 1, 1.0))
     assert kernel._driver.launches[-1][0].numAttrs == 0
 
@@ -92,7 +103,9 @@ def test_launches_wait_for_their_turn_on_a_gpu_before_hopper(kernel, monkeypatch
 
 def test_a_launch_that_fails_says_what_was_asked_for(kernel):
     kernel._driver.status = 701
-    with pytest.raises(compiler.KernelError, match=r"example was not launched \(grid 9, 256 threads.*701"):
+    with pytest.raises(
+        compiler.KernelError, match=r"example was not launched \(grid 9, 256 threads.*701"
+    ):
         kernel.launch(9, 256, (None, None, 1, 1.0))
 
 

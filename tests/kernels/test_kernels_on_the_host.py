@@ -9,9 +9,15 @@ from tuning import retune
 
 from flyweight import gpu
 from flyweight.kernels import dependent_launch, reference, residual, workspace
-from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
-from flyweight.kernels.linear.chosen_experts import ChosenExperts
-from flyweight.kernels.linear.experts import GroupedExperts, Routing
+from flyweight.kernels.linear import format, gemm, gemv, tiles
+from flyweight.kernels.linear.experts import many
+from flyweight.kernels.linear.experts.chosen import ChosenExperts
+from flyweight.kernels.linear.experts.few import sum_plan
+from flyweight.kernels.linear.experts.grouped import GroupedExperts
+from flyweight.kernels.linear.experts.router import DeviceRouter
+from flyweight.kernels.linear.experts.routing import Routing
+from flyweight.kernels.linear.experts.stacked import joins, stack
+from flyweight.kernels.linear.experts.words import empty_words
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced
 from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
@@ -235,18 +241,18 @@ def test_few_rows_become_integers(kind, rows, shape, choices, normed):
 @pytest.mark.parametrize(("kind", "tokens", "warpgroups"), [
     ("int4:64", 1, 2), ("w8a8", 2, 2), ("plain", 4, 2), ("int4:64", 12, 2), ("int4:64", 12, 4)])
 def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, tokens, warpgroups):
-    monkeypatch.setitem(experts.WARPGROUPS, 16, warpgroups)
+    monkeypatch.setitem(many.WARPGROUPS, 16, warpgroups)
     assert error_of_experts(kind, tokens) < 8e-2
 
 
 def error_of_experts(kind, tokens):
     count, chosen, hidden, width = 6, 2, 192, 64
     tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
-    gate_up = experts.stack([linear_of(first, activation="silu") for first, _ in tensors])
-    down = experts.stack([linear_of(second) for _, second in tensors])
+    gate_up = stack([linear_of(first, activation="silu") for first, _ in tensors])
+    down = stack([linear_of(second) for _, second in tensors])
     ready = torch.zeros(1, dtype=torch.int32)
     router = torch.randn(count + 1, hidden) * hidden**-0.5
-    layer = GroupedExperts(gate_up, down, router, ready, Routing(count, chosen, normalize=True))
+    layer = GroupedExperts(gate_up, down, DeviceRouter(router, ready, Routing(count, chosen, normalize=True)))
     x, norm = torch.randn(tokens, hidden).bfloat16(), (1 + 0.1 * torch.randn(hidden)).bfloat16()
     route = layer.route(x, norm=Norm(norm, 1e-6))
     assert check_route(layer, route, x, norm)
@@ -267,9 +273,9 @@ def test_experts_that_another_router_has_chosen_come_back_added_up(kind, tokens)
     """Experts below 0 are another GPU's: some of the first token's, all of the last one's, and then everybody's."""
     count, chosen, hidden, width = 6, 2, 192, 64
     tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
-    layer = ChosenExperts(experts.stack([linear_of(first, activation="silu") for first, _ in tensors]),
-                          experts.stack([linear_of(second) for _, second in tensors]), torch.empty(0, hidden),
-                          torch.zeros(1, dtype=torch.int32), Routing(count, chosen, normalize=False))
+    layer = ChosenExperts(stack([linear_of(first, activation="silu") for first, _ in tensors]),
+                          stack([linear_of(second) for _, second in tensors]), DeviceRouter(
+                              torch.empty(0, hidden), torch.zeros(1, dtype=torch.int32), Routing(count, chosen, normalize=False)))
     x, shares = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, chosen)
     ids = torch.stack([torch.randperm(count)[:chosen] for _ in range(tokens)]).int()
     ids[-1], ids[0, 1] = -1, -1
@@ -282,7 +288,7 @@ def test_experts_that_another_router_has_chosen_come_back_added_up(kind, tokens)
                 product = tensors[expert][1].matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16())
                 want += share * product[0]
         assert error(got[token], want) < 2e-2 if want.any() else not got[token].any()
-    assert int(layer.ready) == 0 and not layer(x, shares, torch.full_like(ids, -1)).any()
+    assert int(layer.router.ready) == 0 and not layer(x, shares, torch.full_like(ids, -1)).any()
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -291,16 +297,16 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     tensors = [(make("int4:64", (2 * width, hidden), i), make("int4:64", (hidden, width), i)) for i in range(count + 1)]
     first = [linear_of(one, activation="silu") for one, _ in tensors]
     second = [linear_of(one) for _, one in tensors]
-    assert experts.joins(first[-1], first[:-1], host_cuda.HOST) and not experts.joins(first[-1], second[:-1], host_cuda.HOST)
+    assert joins(first[-1], first[:-1], host_cuda.HOST) and not joins(first[-1], second[:-1], host_cuda.HOST)
     router = torch.randn(count + gated, hidden) * hidden**-0.5
     ready = torch.zeros(1, dtype=torch.int32)
     shared = (first[-1], second[-1])
-    layer = GroupedExperts(experts.stack(first), experts.stack(second), router, ready, Routing(count, chosen, normalize=True),
-                           shared, joined=True)
+    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=True)
+    layer = GroupedExperts(stack(first), stack(second), chooser, shared)
     norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
     x = torch.randn(1, hidden).bfloat16()
-    apart = dataclasses.replace(layer, joined=False)
-    assert experts.sum_plan(layer.down.matrix, chosen + 1, host_cuda.HOST)  # which adds the choices up, and the other does not
+    apart = dataclasses.replace(layer, router=dataclasses.replace(chooser, joined=False))
+    assert sum_plan(layer.down.matrix, chosen + 1, host_cuda.HOST)  # which adds the choices up, and the other does not
     assert torch.equal(experts_of(layer.route(x, norm=norm))[0, -1:], torch.tensor([count]))
     ready.zero_()
     assert error(layer.project(x, norm=norm), apart.project(x, norm=norm)) < 8e-3
@@ -312,9 +318,10 @@ def test_the_experts_own_kernel_chooses_as_the_route_does():
     first, second = ([linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + 1)]
                      for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None)))
     router = torch.randn(count + 1, hidden) * hidden**-0.5
-    words = experts.empty_words(len(router), chosen + 1, router.device)
-    layer = GroupedExperts(experts.stack(first), experts.stack(second), router, torch.zeros(1, dtype=torch.int32),
-                           Routing(count, chosen, normalize=True), (first[-1], second[-1]), joined=True, words=words)
+    words = empty_words(len(router), chosen + 1, router.device)
+    ready = torch.zeros(1, dtype=torch.int32)
+    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=True)
+    layer = GroupedExperts(stack(first), stack(second), chooser, (first[-1], second[-1]), words)
     assert layer._words_plan(host_cuda.HOST) is not None
     norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
     for _ in range(2):
@@ -339,7 +346,7 @@ def test_results_are_normed_and_added():
 def test_routers_of_other_kinds_choose_like_their_reference(plan, tokens):
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     router, bias = torch.randn(plan.experts, 128) * 128**-0.5, torch.randn(plan.experts) if plan.bias else None
-    layer = GroupedExperts(weight, weight, router, torch.zeros(1, dtype=torch.int32), routing_of(plan), bias=bias)
+    layer = GroupedExperts(weight, weight, DeviceRouter(router, torch.zeros(1, dtype=torch.int32), routing_of(plan), bias))
     x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
     route = layer.route(x, norm=Norm(norm, 1e-6))
     shares, chosen = Router(plan, router, bias)(norm_of(x, norm))
@@ -350,11 +357,11 @@ def test_experts_in_mxfp4_with_biases_and_a_shared_one_that_counts_whole():
     count, hidden, width = 4, 128, 64
     tensors = [(make("mxfp4", (2 * width, hidden), i), make("mxfp4", (hidden, width), i)) for i in range(count)]
     biases = [(torch.randn(2 * width).bfloat16(), torch.randn(hidden).bfloat16()) for _ in tensors]
-    gate_up = experts.stack([linear_of(one[0], bias=bias[0], activation="clipped_swiglu")
+    gate_up = stack([linear_of(one[0], bias=bias[0], activation="clipped_swiglu")
                              for one, bias in zip(tensors, biases, strict=True)])
-    down = experts.stack([linear_of(one[1], bias=bias[1]) for one, bias in zip(tensors, biases, strict=True)])
+    down = stack([linear_of(one[1], bias=bias[1]) for one, bias in zip(tensors, biases, strict=True)])
     router = torch.randn(count, hidden) * hidden**-0.5
-    layer = GroupedExperts(gate_up, down, router, torch.zeros(1, dtype=torch.int32), Routing(count, 2, normalize=True))
+    layer = GroupedExperts(gate_up, down, DeviceRouter(router, torch.zeros(1, dtype=torch.int32), Routing(count, 2, normalize=True)))
     norm = torch.ones(hidden).bfloat16()
     for tokens in (1, 12):
         x = torch.randn(tokens, hidden).bfloat16()
@@ -373,7 +380,7 @@ def test_experts_in_mxfp4_with_biases_and_a_shared_one_that_counts_whole():
 def test_many_tokens_are_sorted_by_expert(tokens):
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     ready = torch.zeros(1, dtype=torch.int32)
-    layer = GroupedExperts(weight, weight, torch.randn(12, 128), ready, Routing(12, 3, normalize=False))
+    layer = GroupedExperts(weight, weight, DeviceRouter(torch.randn(12, 128), ready, Routing(12, 3, normalize=False)))
     x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
     lengths = torch.ones(tokens, dtype=torch.int32)
     lengths[[0, 3]] = 0  # nobody uses the fourth; the first has experts all the same
@@ -398,11 +405,11 @@ def experts_of(route):
 
 def check_route(layer, route, x, norm, used=slice(None)):
     """The experts, shares and gates of the reference."""
-    logits = norm_of(x, norm).double() @ layer.router.double().T
-    shares, chosen = logits[:, : layer.routing.experts].softmax(-1).topk(layer.routing.chosen)
-    shares = shares / shares.sum(-1, keepdim=True) if layer.routing.normalize else shares
+    logits = norm_of(x, norm).double() @ layer.router.weight.double().T
+    shares, chosen = logits[:, : layer.router.routing.experts].softmax(-1).topk(layer.router.routing.chosen)
+    shares = shares / shares.sum(-1, keepdim=True) if layer.router.routing.normalize else shares
     same = torch.equal(experts_of(route)[used], chosen[used]) and (route.shares[used] - shares[used]).abs().max() < 1e-3
-    return same and (not layer.gated or (route.gates[used] - logits[used, -1].sigmoid()).abs().max() < 1e-3)
+    return same and (not layer.router.gated or (route.gates[used] - logits[used, -1].sigmoid()).abs().max() < 1e-3)
 
 
 def tiles_by_rows(dense):
@@ -425,7 +432,7 @@ def test_of_equal_experts_the_first_is_chosen():
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     router = torch.randn(36, 128)
     router[1::2] = router[::2]
-    layer = GroupedExperts(weight, weight, router, torch.zeros(1, dtype=torch.int32), Routing(36, 5, normalize=True))
+    layer = GroupedExperts(weight, weight, DeviceRouter(router, torch.zeros(1, dtype=torch.int32), Routing(36, 5, normalize=True)))
     norm = Norm(torch.ones(128).bfloat16(), 1e-6)
     chosen = experts_of(layer.route(torch.randn(4, 128).bfloat16(), norm=norm))
     assert (chosen[:, ::2] % 2 == 0).all() and torch.equal(chosen[:, 1::2], chosen[:, :4:2] + 1)

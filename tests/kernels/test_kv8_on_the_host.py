@@ -18,7 +18,7 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.linear import gemv, whole_layers
+from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kv_format import FP8, INT8
@@ -179,14 +179,26 @@ TWELVE = dict(heads=12, kv_heads=1)  # more query heads to a kv head than a prod
         (INT8, TWELVE | dict(sinks=True, soft_cap=3.0), [50, 3], None),
         (None, dict(gated=True, rotary=16), [50, 1], None),
     ],
-    ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8", "window", "sinks", "soft-cap", "twelve", "all", "gated"],
+    ids=[
+        "fp8",
+        "int8",
+        "16 bits",
+        "guesses",
+        "first guesses, int8",
+        "window",
+        "sinks",
+        "soft-cap",
+        "twelve",
+        "all",
+        "gated",
+    ],
 )
 def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one sequence."""
     compare_with_apart(format, changes, lengths, before)
 
 
-def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True):
+def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True, beside=False):
     shape = replace(SHAPE, eight_bits=format is not None, **changes)
     head_dim = shape.head_dim
     torch.manual_seed(0)
@@ -218,6 +230,7 @@ def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True)
     workspace = Workspace.make(shape, rows, CPU, 2)
     decode_attention(apart, want, caches[0], places, layer=layer, workspace=workspace)
     boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU, chunk=rows)
+    layer = replace(layer, beside=beside)
     qkv.qkv_attention(linear, x, got, caches[1], places, layer=layer, norm=norm, mailboxes=boxes)
     for row in range(rows):
         if lengths[row]:
@@ -274,10 +287,8 @@ def test_rows_whose_x_stays_in_registers_leave_room(
     format, changes, lengths, before, together, monkeypatch
 ):
     monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
-    monkeypatch.setattr(qkv, "REGISTER_WARPS", {4: 8, 8: 8})
-    monkeypatch.setattr(whole_layers, "running", lambda: True)
     loaded = note_kernels(monkeypatch)
-    compare_with_apart(format, changes, lengths, before, inputs=1024, exact=False)
+    compare_with_apart(format, changes, lengths, before, inputs=1024, exact=False, beside=True)
     assert loaded[-1]["IN_REGISTERS"] == loaded[-1]["BESIDE"] == 1
 
 
@@ -346,23 +357,34 @@ def test_prompts_write_codes_and_scales(monkeypatch, heads, kv_heads, size, rota
 def test_tokens_of_one_sequence_in_one_launch_read_each_other_as_they_are_stored():
     """Rows of guesses: codes and scales of the step's other tokens are made from qkv, as a launch each would have stored them."""
     torch.manual_seed(0)
-    shape, first, count, pages = replace(SHAPE, eight_bits=True), 45, 6, 4  # across a border of pages and of runs
+    shape, first, count, pages = (
+        replace(SHAPE, eight_bits=True),
+        45,
+        6,
+        4,
+    )  # across a border of pages and of runs
     tables = torch.randperm(pages).int()[None]
     angles = torch.rand(pages * shape.page, shape.rotary // 2) * 6
     qkv = torch.randn(count, shape.width).bfloat16()
-    layer = AttentionLayer(shape, shape.head_dim**-0.5, HeadNorms(*torch.ones(2, shape.head_dim).bfloat16(), 1e-6))
+    layer = AttentionLayer(
+        shape, shape.head_dim**-0.5, HeadNorms(*torch.ones(2, shape.head_dim).bfloat16(), 1e-6)
+    )
     older = torch.arange(first - 1)
     known = torch.randn(2, first - 1, shape.kv_heads, shape.head_dim).bfloat16()
     results = []
     for together in (False, True):
-        cache = KVStorage.zeros((pages, shape.page, shape.kv_heads, shape.head_dim), torch.bfloat16, CPU, INT8)
+        cache = KVStorage.zeros(
+            (pages, shape.page, shape.kv_heads, shape.head_dim), torch.bfloat16, CPU, INT8
+        )
         cache.write(*known, tables[0].long()[older // shape.page] * shape.page + older % shape.page)
         out = torch.zeros(count, shape.heads * shape.head_dim).bfloat16()
         for at in [slice(0, count)] if together else [slice(i, i + 1) for i in range(count)]:
             rows = range(count)[at]
             lengths = torch.tensor([first + i for i in rows], dtype=torch.int32)
             before = torch.tensor(list(rows), dtype=torch.int32) if together else None
-            places = Rows(rope_pairs(angles.cos(), angles.sin()), lengths, tables.repeat(len(rows), 1), before)
+            places = Rows(
+                rope_pairs(angles.cos(), angles.sin()), lengths, tables.repeat(len(rows), 1), before
+            )
             workspace = Workspace.make(shape, len(rows), CPU, 2)
             decode_attention(qkv[at], out[at], cache, places, layer=layer, workspace=workspace)
         results.append((out, cache))

@@ -1,4 +1,6 @@
-"""Rows of a head's tiles, as an embedding that is tied to it looks them up: the kernel's own source, run on the CPU."""
+"""Rows of a head's tiles, as an embedding that is tied to it looks them up: the kernel's own
+source, run on the CPU.
+"""
 
 import host_cuda
 import pytest

@@ -1,14 +1,27 @@
-"""gemm_mma.cu on whatever GPU there is, against `matmul_reference` in float64; outputs are poisoned before each launch."""
+"""gemm_mma.cu on whatever GPU there is, against `matmul_reference` in float64; outputs are poisoned
+before each launch.
+"""
 
 import dataclasses
 
 import pytest
 import torch
-from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make, product_of, relative_error, replayed
+from gpu_linears import (
+    FORMATS,
+    FUSED_KINDS,
+    KINDS,
+    TOLERANCE,
+    linear_of,
+    make,
+    product_of,
+    relative_error,
+    replayed,
+)
 
 from flyweight import gpu
 from flyweight.kernels.linear import format, gemm_mma, tiles
-from flyweight.kernels.linear.experts import GroupedExperts, Routing, tile_rows
+from flyweight.kernels.linear.experts.grouped import GroupedExperts
+from flyweight.kernels.linear.experts.routing import Routing, tile_rows
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_mma import LINE, WHOLE
 
@@ -33,10 +46,14 @@ SHAPES = {(1000, 576): (1, 33), (1000, 7392): (130,), (192, 1536): (17, 65), (11
 FEW_SHAPES = {(1000, 576): (40,), (192, 1536): (65,)}
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [
-    *((kind, torch.bfloat16) for kind in KINDS), *((kind, torch.float16) for kind in FORMATS)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.bfloat16) for kind in KINDS), *((kind, torch.float16) for kind in FORMATS)],
+)
 def test_any_rows_on_ragged_shapes(kind, dtype):
-    for seed, (shape, counts) in enumerate((SHAPES if kind in FORMATS and dtype == torch.bfloat16 else FEW_SHAPES).items()):
+    for seed, (shape, counts) in enumerate(
+        (SHAPES if kind in FORMATS and dtype == torch.bfloat16 else FEW_SHAPES).items()
+    ):
         tensor = make(kind, shape, seed, dtype)
         weight = tiles.prepare(tensor, dtype=dtype)
         for rows in counts:
@@ -69,7 +86,9 @@ def test_a_norm_before_and_silu_or_a_residual_after(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8"])
 def test_sums_of_several_thread_blocks_are_the_same_every_time(kind):
-    weights = [tiles.prepare(make(kind, (1536, 1536), seed), dtype=torch.bfloat16) for seed in range(6)]
+    weights = [
+        tiles.prepare(make(kind, (1536, 1536), seed), dtype=torch.bfloat16) for seed in range(6)
+    ]
     start = torch.randn(70, 1536, device="cuda").bfloat16()
 
     def multiply(weight, x, out, *, pdl):
@@ -87,7 +106,10 @@ def test_float8_is_widened_where_no_matrix_unit_takes_it(monkeypatch, dtype):
     for rows in (1, 40, 300):
         x = torch.randn(rows, 576, device="cuda").to(dtype)
         want = x.double() @ tensor.dequantize(torch.float64).T
-        assert relative_error(gemm_mma.multiply(weight, x, poisoned(rows, 1000, dtype)), want) < TOLERANCE[dtype]
+        assert (
+            relative_error(gemm_mma.multiply(weight, x, poisoned(rows, 1000, dtype)), want)
+            < TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "w8a8"])
@@ -96,13 +118,18 @@ def test_rows_sorted_by_expert(monkeypatch, kind, tokens):
     """The route and both products of GroupedExperts as on a GPU without warpgroup products."""
     count, chosen, hidden, width = 8, 2, 256, 128
     without = Without(*dataclasses.astuple(gpu.of(0)))
-    tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
+    tensors = [
+        (make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)
+    ]
     router = torch.randn(count, hidden, device="cuda") * hidden**-0.5
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "of", lambda device: without)
         layer = GroupedExperts.make(
-            [linear_of(first, activation="silu") for first, _ in tensors], [linear_of(second) for _, second in tensors],
-            router=router, routing=Routing(count, chosen, normalize=True))
+            [linear_of(first, activation="silu") for first, _ in tensors],
+            [linear_of(second) for _, second in tensors],
+            router=router,
+            routing=Routing(count, chosen, normalize=True),
+        )
         assert isinstance(layer, GroupedExperts), layer
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         norm = (1 + 0.1 * torch.randn(hidden, device="cuda")).bfloat16()

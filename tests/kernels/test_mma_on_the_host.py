@@ -1,5 +1,7 @@
 """Many rows through gemm_mma.cu as it stands, compiled for and run on the CPU."""
 
+import dataclasses
+
 import host_cuda
 import pytest
 import torch
@@ -52,6 +54,26 @@ def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, t
     assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
     boxes = [held for (name, _), held in workspace.current(x.device)._buffers.items() if name == "mailbox"]
     assert all((box == -1).all() for box in boxes), "emptied for the next launch"
+
+
+@pytest.mark.parametrize("kind", ["int4:128", "w8a8"])
+def test_tiles_end_with_thread_blocks_where_some_may_stay_idle(kind):
+    """Two tiles of three or more stages on five processors: two thread blocks each, and one that only waits."""
+    tensor = make(kind, (128, 768), 1)
+    x = torch.randn(9, 768).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    cut = gemm_mma.plan(weight.matrix, 16, host_cuda.HOST, tile=EVEN, split=LINE)
+    assert (cut.working, cut.grid(5)) == (4, 5)
+    assert error(gemm_mma.multiply(weight, x, cut=cut), tensor.matmul_reference(x)) < 5e-3
+    assert not gemm_mma.plan(weight.matrix, 16, host_cuda.HOST, tile=EVEN, split=WHOLE).working
+
+
+def test_no_thread_block_works_longer_so_that_another_may_stay_idle():
+    sm_80 = dataclasses.replace(gpu.GPUS["sm_80"], multi_processor_count=132)
+    tile = MmaTile(8, 1, 1, 8, 2, 1.0, True)
+    for outputs, inputs, working in ((4096, 4096, 128), (4096, 12288, 128), (6144, 4096, 0), (24576, 4096, 0)):
+        matrix = tiles.Matrix(format.FORMATS["int4"], outputs, inputs, 128)
+        assert gemm_mma.plan(matrix, 64, sm_80, tile=tile, split=LINE).working == working
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4:64"])

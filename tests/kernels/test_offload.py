@@ -1,4 +1,6 @@
-"""Layers in the host's memory: the same numbers, from two slots by turns. On a CPU, where a copy is a copy."""
+"""Layers in the host's memory: the same numbers, from two slots by turns. On a CPU, where a copy is
+a copy.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ def small_tensors_too(monkeypatch):
 
 
 def load(scheme, count):
-    return Decoder.load(PresetWeights(CONFIG, scheme), device=CPU, dtype=torch.float32, exact=True, offload=count)
+    return Decoder.load(
+        PresetWeights(CONFIG, scheme), device=CPU, dtype=torch.float32, exact=True, offload=count
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 9])
@@ -31,19 +35,29 @@ def test_logits_are_those_of_a_model_that_is_all_there(count):
         assert torch.equal(streamed.forward_whole(TOKENS), whole.forward_whole(TOKENS))
     moved = streamed.offload
     assert len(moved.moved) == min(count, 6) and len(moved.slots) == min(count, 2)
-    assert moved.nbytes > 0.9 * min(count, 6) * sum(one.nbytes for one in whole.blocks[0].linears.values())
+    assert moved.nbytes > 0.9 * min(count, 6) * sum(
+        one.nbytes for one in whole.blocks[0].linears.values()
+    )
 
 
 def test_the_memory_of_moved_layers_is_given_back():
     streamed = load("bf16", 4)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                for block in streamed.blocks for linear in block.linears.values() for tensor in offload.tensors_of(linear)}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for block in streamed.blocks
+        for linear in block.linears.values()
+        for tensor in offload.tensors_of(linear)
+    }
     whole = sum(linear.nbytes for linear in load("bf16", 0).blocks[0].linears.values())
     assert sum(storages.values()) < 1.1 * (2 + 2) * whole, "two layers that stay, and two slots"
 
 
 def test_layers_are_spread_so_that_copies_have_something_to_hide_behind():
-    assert spread(1, 36) == [18] and spread(3, 36) == [6, 18, 30] and spread(6, 6) == [0, 1, 2, 3, 4, 5]
+    assert (
+        spread(1, 36) == [18]
+        and spread(3, 36) == [6, 18, 30]
+        and spread(6, 6) == [0, 1, 2, 3, 4, 5]
+    )
     for count in range(1, 37):
         assert len(set(spread(count, 36))) == count
 
@@ -85,8 +99,15 @@ def test_a_copy_waits_until_the_layer_that_had_its_slot_is_done(monkeypatch):
     for layer in moved.in_turn(["0", "1", "2"]):
         notes.append(f"layer {layer}")
     assert notes == [
-        "side waits for compute", "compute waits for a copy", "layer 0", "side waits for a layer",
-        "compute waits for a copy", "layer 1", "compute waits for a copy", "layer 2"]
+        "side waits for compute",
+        "compute waits for a copy",
+        "layer 0",
+        "side waits for a layer",
+        "compute waits for a copy",
+        "layer 1",
+        "compute waits for a copy",
+        "layer 2",
+    ]
 
 
 def test_weights_that_hide_in_closures_are_not_left_behind_in_silence():
@@ -103,5 +124,9 @@ def test_a_cpu_has_nothing_to_offload():
 
 
 def test_the_speed_is_that_of_the_slower_of_memory_and_bus():
-    assert offload_limit(resident_bytes=10e9, streamed_bytes=5e9, copy_gb_s=4000, bus_gb_s=50) == pytest.approx(10)
-    assert offload_limit(resident_bytes=10e9, streamed_bytes=1e6, copy_gb_s=100, bus_gb_s=50) == pytest.approx(10)
+    assert offload_limit(
+        resident_bytes=10e9, streamed_bytes=5e9, copy_gb_s=4000, bus_gb_s=50
+    ) == pytest.approx(10)
+    assert offload_limit(
+        resident_bytes=10e9, streamed_bytes=1e6, copy_gb_s=100, bus_gb_s=50
+    ) == pytest.approx(10)

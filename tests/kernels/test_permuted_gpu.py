@@ -21,6 +21,8 @@ def test_codes_stay_codes_and_x_comes_in_their_order(rows, bits):
     x, residual = (torch.randn(rows, width, device="cuda").bfloat16() for width in (2048, 1000))
     norm = Norm((1 + 0.1 * torch.randn(2048, device="cuda")).bfloat16(), 1e-6)
     assert relative_error(linear(x), tensor.matmul_reference(x)) < 1e-2
-    normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * norm.weight
+    normed = (
+        x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    ).bfloat16() * norm.weight
     want = tensor.matmul_reference(normed) + residual.double()
     assert relative_error(linear.project(x, norm=norm, residual=residual), want) < 1e-2

@@ -1,4 +1,6 @@
-"""cuda/prefill_attention.cu, run on the CPU, against attention in float64: every index, mask and barrier, without a GPU."""
+"""cuda/prefill_attention.cu, run on the CPU, against attention in float64: every index, mask and
+barrier, without a GPU.
+"""
 
 import dataclasses
 
@@ -25,15 +27,19 @@ def exact(query, keys, values):
     q, k, v = (x.double().transpose(0, 1) for x in (query, keys, values))
     k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
     seen = torch.arange(length)[None] <= torch.arange(length - new, length)[:, None]
-    return ((q @ k.transpose(1, 2) * BASE_2).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return (
+        (q @ k.transpose(1, 2) * BASE_2).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    ).transpose(0, 1)
 
 
 def check(spans, heads, *, paged=False, section=None, first=1.0):
-    """`spans`: new tokens, and cached ones before them; `first` is how large their first keys are. What no token has written is
-    no number."""
+    """`spans`: new tokens, and cached ones before them; `first` is how large their first keys are.
+    What no token has written is no number.
+    """
     tokens = sum(new for new, _ in spans)
     sizes = (heads.heads, heads.kv_heads, heads.kv_heads)
-    qkv = torch.full((tokens + 9, sum(sizes), heads.head_dim), torch.nan, dtype=heads.dtype)  # views of it, and rows of nobody
+    # views of it, and rows of nobody
+    qkv = torch.full((tokens + 9, sum(sizes), heads.head_dim), torch.nan, dtype=heads.dtype)
     qkv[:tokens] = 2 * torch.randn(tokens, sum(sizes), heads.head_dim)
     query, keys, values = qkv.split(sizes, 1)
     query /= 8
@@ -41,7 +47,9 @@ def check(spans, heads, *, paged=False, section=None, first=1.0):
     out = torch.full((tokens + 9, heads.heads, heads.head_dim), 7.0, dtype=heads.dtype)
     pages = [-(-(new + old) // PAGE) for new, old in spans]
     width, free = max(pages), torch.randperm(sum(pages)).tolist()
-    cache = torch.full((2, sum(pages), PAGE, heads.kv_heads, heads.head_dim), torch.nan, dtype=heads.dtype)
+    cache = torch.full(
+        (2, sum(pages), PAGE, heads.kv_heads, heads.head_dim), torch.nan, dtype=heads.dtype
+    )
     tables, cut, want, start = torch.full((len(spans), width), 10**6, dtype=torch.int32), [], [], 0
     for i, (new, old) in enumerate(spans):
         own = torch.randn(2, new + old, heads.kv_heads, heads.head_dim).to(heads.dtype)
@@ -49,7 +57,10 @@ def check(spans, heads, *, paged=False, section=None, first=1.0):
             own = torch.stack([keys[start : start + new], values[start : start + new]])
         mine = [free.pop() for _ in range(pages[i])]
         tables[i, : len(mine)] = torch.tensor(mine)
-        slots = torch.tensor(mine)[torch.arange(new + old) // PAGE] * PAGE + torch.arange(new + old) % PAGE
+        slots = (
+            torch.tensor(mine)[torch.arange(new + old) // PAGE] * PAGE
+            + torch.arange(new + old) % PAGE
+        )
         cache.flatten(1, 2)[:, slots] = own
         want.append(exact(query[start : start + new], *own))
         cut.append(Span(start, new, new + old, i * width if paged else start))
@@ -67,7 +78,8 @@ def check(spans, heads, *, paged=False, section=None, first=1.0):
 HALF, BRAIN = torch.float16, torch.bfloat16
 WHOLE = [
     (Heads(4, 1, 128, BRAIN), [(200, 0)]),  # several tiles of keys, diagonals across two of them
-    (Heads(8, 2, 128, HALF), [(129, 0), (1, 0), (32, 0)]),  # prompts side by side, the last of a single token
+    # prompts side by side, the last of a single token
+    (Heads(8, 2, 128, HALF), [(129, 0), (1, 0), (32, 0)]),
     (Heads(7, 1, 64, BRAIN), [(75, 0)]),  # rows that do not fill a tile
     (Heads(2, 2, 64, HALF), [(300, 0)]),  # every head its own keys
     (Heads(4, 2, 128, BRAIN, Tile(keys=160)), [(330, 0)]),
@@ -82,7 +94,8 @@ def test_whole_prompts(heads, spans):
 
 CHUNKS = [
     (Heads(4, 1, 128, BRAIN), [(70, 130)]),
-    (Heads(4, 2, 64, HALF), [(33, 256), (64, 0), (1, 300), (40, 15)]),  # whole tiles before it, none, one token, not a page
+    # whole tiles before it, none, one token, not a page
+    (Heads(4, 2, 64, HALF), [(33, 256), (64, 0), (1, 300), (40, 15)]),
     (Heads(4, 1, 128, BRAIN, Tile(keys=64, warpgroups=3, stages=4)), [(70, 130)]),
 ]
 
@@ -100,4 +113,5 @@ def test_heads_some_at_a_time(section):
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 @pytest.mark.parametrize("first", [4.0, 20.0, 60.0])
 def test_scores_far_above_all_that_were_seen_before(dtype, first):
-    check([(290, 0)], Heads(4, 1, 64, dtype, Tile(keys=64)), first=first)  # of some rows: they are random
+    # of some rows: they are random
+    check([(290, 0)], Heads(4, 1, 64, dtype, Tile(keys=64)), first=first)

@@ -40,8 +40,11 @@ def test_many_rows_are_multiplied_in_8_bits(kind, outputs, inputs, rows):
     assert error(got, exact) < 1.1 * error(want, exact)
     linear.keep_prompts()
     assert linear.prompts.weights.nbytes == linear.prompt_bytes == outputs * inputs
-    assert torch.equal(linear.project(x, residual=residual), got), "the codes are the same, written once"
-    # A scale that is rounded otherwise moves many of float8's coarse codes, and hardly any of int8's.
+    assert torch.equal(linear.project(x, residual=residual), got), (
+        "the codes are the same, written once"
+    )
+    # A scale that is rounded otherwise moves many of float8's coarse codes, and hardly any of
+    # int8's.
     assert kind == "fp8" or error(got, want) < 8e-3
 
 

@@ -25,8 +25,13 @@ def test_tiles_are_written_as_those_of_8_bit_weights(kind, weight, activation):
     written = recode(linear.weight, linear.prompts)
     plain = linear_of(prompts.in_eight_bits(tensor.dequantize(), kind), activation=activation)
     assert linear.prompts.format is plain.weight.format
-    torch.testing.assert_close(linear.prompts.channel_scale, plain.weight.channel_scale, rtol=5e-3, atol=0)
-    codes = [one.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn).float() for one in (written, plain.weight.weights)]
+    torch.testing.assert_close(
+        linear.prompts.channel_scale, plain.weight.channel_scale, rtol=5e-3, atol=0
+    )
+    codes = [
+        one.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn).float()
+        for one in (written, plain.weight.weights)
+    ]
     # the largest weight of a row was rounded to bfloat16 on one way: a code may be its neighbour
     assert error(codes[0], codes[1].double()) < 0.02
 
@@ -39,12 +44,16 @@ def test_many_rows_are_multiplied_in_8_bits_and_few_as_before(kind):
     many, few = torch.randn(20, 320).bfloat16(), torch.randn(8, 320).bfloat16()
     assert linear.choose(20).kernel == "gemm_recoded" and linear.choose(8) == before.choose(8)
     residual = torch.randn(20, 136).bfloat16()
-    want = prompts.in_eight_bits(tensor.dequantize(), kind).matmul_reference(many) + residual.double()
+    want = (
+        prompts.in_eight_bits(tensor.dequantize(), kind).matmul_reference(many) + residual.double()
+    )
     got = linear.multiply(many, residual=residual)
     assert error(got, want) < 0.01
     linear.keep_prompts()
     assert linear.prompts.weights.nbytes == linear.prompt_bytes
-    assert torch.equal(linear.multiply(many, residual=residual), got), "the codes are the same, written once"
+    assert torch.equal(linear.multiply(many, residual=residual), got), (
+        "the codes are the same, written once"
+    )
     assert torch.equal(linear.multiply(few), before.multiply(few))
 
 

@@ -47,6 +47,7 @@ class Layer:
     hidden: int = 512
     bias: bool = False
     before: list[int] | None = None  # of each row: how many rows before are of its sequence
+    beside: bool = False  # all kernels of the layer leave each other room
 
     def __post_init__(self):
         shape, dtype = self.shape, self.dtype
@@ -75,7 +76,7 @@ class Layer:
 
     @property
     def layer(self):
-        return AttentionLayer(self.shape, self.shape.head_dim**-0.5, HeadNorms(*self.norms or (), epsilon=EPSILON), self.sinks)
+        return AttentionLayer(self.shape, self.shape.head_dim**-0.5, HeadNorms(*self.norms or (), epsilon=EPSILON), self.sinks, self.beside)
 
     def row_tables(self, lengths):
         before = None if self.before is None else torch.tensor(self.before, dtype=torch.int32, device=DEVICE)
@@ -217,6 +218,17 @@ def test_rows_of_a_sequence_see_what_is_before_them(kind, hidden, rows, together
     monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
     for spans in GUESSES[rows]:
         rows_of_guesses(kind, rows, spans, SHAPE, hidden=hidden)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize(("hidden", "changes"), [
+    (4096, {}), (2560, {}), (3584, dict(heads=28, kv_heads=4, qk_norm=False)),
+    (896, dict(heads=14, kv_heads=2, head_dim=64, rotary=64, qk_norm=False))], ids=["8b", "4b", "7b", "0.5b"])
+def test_rows_of_a_sequence_leave_room_for_another_kernel(hidden, changes, rows):
+    """With the heads of several models; x in registers where there is enough of it."""
+    shape = replace(SHAPE, **changes)
+    for spans in GUESSES[rows][:5]:
+        rows_of_guesses("int4:128", rows, spans, shape, hidden=hidden, bias=not shape.qk_norm, beside=True)
 
 
 @pytest.mark.parametrize("changes", [

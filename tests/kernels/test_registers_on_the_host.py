@@ -15,36 +15,56 @@ TOLERANCE = {FP16: 2e-3, BF16: 1e-2}
 
 
 def make(shape, dtype, *, bits=4, group=128, symmetric=False, scales=None):
-    return IntGroup.random(shape, 1, dtype=scales or dtype, bits=bits, group_size=group, symmetric=symmetric)
+    return IntGroup.random(
+        shape, 1, dtype=scales or dtype, bits=bits, group_size=group, symmetric=symmetric
+    )
 
 
 def run(weight, x, **options):
     assert gemv.fitting_plan(weight.matrix, 8, host_cuda.HOST, tiles=2, alone=True).in_registers
-    out = torch.full((8, weight.out_features // (2 if weight.interleaved else 1)), float("nan"), dtype=x.dtype)
+    out = torch.full(
+        (8, weight.out_features // (2 if weight.interleaved else 1)), float("nan"), dtype=x.dtype
+    )
     return gemv.multiply(weight, x, out, alone=True, **options)
 
 
-# Units that do not divide among warps, inputs that end inside one, groups of several units, symmetric codes, other scales.
-CASES = [((40, 1024), BF16, {}), ((136, 1600), BF16, {}), ((72, 4096), FP16, dict(bits=8)), ((40, 2560), BF16, dict(bits=8)),
-         ((40, 1536), FP16, dict(group=256, symmetric=True, scales=BF16)),
-         ((40, 2048), BF16, dict(group=2048, bits=8, symmetric=True))]
+# Units that do not divide among warps, inputs that end inside one, groups of several units,
+# symmetric codes, other scales.
+CASES = [
+    ((40, 1024), BF16, {}),
+    ((136, 1600), BF16, {}),
+    ((72, 4096), FP16, dict(bits=8)),
+    ((40, 2560), BF16, dict(bits=8)),
+    ((40, 1536), FP16, dict(group=256, symmetric=True, scales=BF16)),
+    ((40, 2048), BF16, dict(group=2048, bits=8, symmetric=True)),
+]
 
 
 @pytest.mark.parametrize(("shape", "dtype", "options"), CASES)
 def test_eight_rows_are_multiplied(shape, dtype, options):
     tensor, x = make(shape, dtype, **options), torch.randn(8, shape[1]).to(dtype)
-    assert error(run(tiles.prepare(tensor, dtype=dtype), x), tensor.matmul_reference(x.double())) < TOLERANCE[dtype]
+    assert (
+        error(run(tiles.prepare(tensor, dtype=dtype), x), tensor.matmul_reference(x.double()))
+        < TOLERANCE[dtype]
+    )
 
 
-@pytest.mark.parametrize(("columns", "dtype", "size"), [(2560, BF16, 1), (1024, FP16, 3000), (4096, FP16, 1e-3)])
+@pytest.mark.parametrize(
+    ("columns", "dtype", "size"), [(2560, BF16, 1), (1024, FP16, 3000), (4096, FP16, 1e-3)]
+)
 def test_norm_residual_and_silu_are_fused_whatever_the_size_of_x(columns, dtype, size):
     """x of 3,000 times a norm's weight of 30 is no fp16."""
     tensor, norm = make((64, columns), dtype), (30 * (1 + 0.1 * torch.randn(columns))).to(dtype)
     x, residual = (size * torch.randn(8, columns)).to(dtype), torch.randn(8, 64).to(dtype)
-    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    normed = (
+        x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    )
     want = tensor.matmul_reference(normed)
     got = run(tiles.prepare(tensor, dtype=dtype), x, norm=Norm(norm, 1e-6), residual=residual)
     assert error(got, want + residual.double()) < TOLERANCE[dtype]
     gate, up = want.chunk(2, -1)
     gated = tiles.prepare(tensor, dtype=dtype, activation="silu")
-    assert error(run(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up) < 2 * TOLERANCE[dtype]
+    assert (
+        error(run(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up)
+        < 2 * TOLERANCE[dtype]
+    )

@@ -1,4 +1,6 @@
-"""Launches that are noted once and repeated for other layers, with a driver that only writes down what it gets."""
+"""Launches that are noted once and repeated for other layers, with a driver that only writes down
+what it gets.
+"""
 
 import ctypes
 
@@ -40,7 +42,12 @@ class Fake(TiledLinear):
         packed = workspace.current(x.device).bytes("packed", 512 * rows)
         packed = torch.empty(512 * rows, dtype=torch.uint8) if self.temporary else packed
         pack.launch(rows, 32, (x[1:], packed, rows, 0.5), pdl=True)
-        product.launch(132, 128, (self.weight.weights, self.weight.records, None, packed, out, rows), shared=1000)
+        product.launch(
+            132,
+            128,
+            (self.weight.weights, self.weight.records, None, packed, out, rows),
+            shared=1000,
+        )
         return out
 
     def __call__(self, x):
@@ -79,7 +86,10 @@ def expected(linear, x, out, rows):
     weight = linear.weight
     packed = workspace.current(x.device).bytes("packed", 512 * rows).data_ptr()
     first = [x.view(-1, SHAPE[1])[1:].data_ptr(), packed, rows, 0.5]
-    return [first, [weight.weights.data_ptr(), weight.records.data_ptr(), 0, packed, out.data_ptr(), rows]]
+    return [
+        first,
+        [weight.weights.data_ptr(), weight.records.data_ptr(), 0, packed, out.data_ptr(), rows],
+    ]
 
 
 def test_other_layers_of_a_shape_repeat_the_launches_with_their_own_addresses(world):
@@ -103,7 +113,11 @@ def test_another_number_of_rows_or_another_shape_is_noted_anew(world):
     kernels, again = world
     linear = repeated.RepeatedLinear(Fake(0, kernels))
     biased = Fake(0, kernels)
-    biased.weight = prepare(IntGroup.random(SHAPE, 0, dtype=torch.float16), dtype=torch.float16, bias=torch.zeros(SHAPE[0]))
+    biased.weight = prepare(
+        IntGroup.random(SHAPE, 0, dtype=torch.float16),
+        dtype=torch.float16,
+        bias=torch.zeros(SHAPE[0]),
+    )
     for rows in (1, 2, 1, 2):
         linear(torch.zeros(rows, SHAPE[1], dtype=torch.float16))
     assert linear.linear.calls == 2 and len(again) == 4

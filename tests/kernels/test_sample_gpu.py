@@ -1,4 +1,6 @@
-"""The sampling kernel on a GPU: the sets and frequencies of float64, and rows that know nothing of each other."""
+"""The sampling kernel on a GPU: the sets and frequencies of float64, and rows that know nothing of
+each other.
+"""
 
 import math
 import os
@@ -13,18 +15,37 @@ from flyweight.kernels.sample_reference import Filters, kept
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 DRAWS = int(os.environ.get("FLYWEIGHT_DRAWS", 10**6))
-FILTERS = [Filters(), Filters(top_k=1), Filters(top_k=20), Filters(0.7, top_k=5000), Filters(top_p=0.9),
-           Filters(1.3, top_p=0.999), Filters(top_p=1e-5), Filters(min_p=0.05), Filters(0.6, top_k=20, top_p=0.95),
-           Filters(2.0, top_k=50_000, top_p=0.5, min_p=0.01), Filters(0.01, top_p=0.5), Filters(0.7, top_p=0.9)]
-MODES = {"temperature": Filters(0.8), "top_k": Filters(top_k=20), "top_p": Filters(0.9, top_p=0.9), "min_p": Filters(min_p=0.02),
-         "all": Filters(0.6, top_k=20, top_p=0.95, min_p=0.01), "wide": Filters(1.5, top_p=0.999)}
+FILTERS = [
+    Filters(),
+    Filters(top_k=1),
+    Filters(top_k=20),
+    Filters(0.7, top_k=5000),
+    Filters(top_p=0.9),
+    Filters(1.3, top_p=0.999),
+    Filters(top_p=1e-5),
+    Filters(min_p=0.05),
+    Filters(0.6, top_k=20, top_p=0.95),
+    Filters(2.0, top_k=50_000, top_p=0.5, min_p=0.01),
+    Filters(0.01, top_p=0.5),
+    Filters(0.7, top_p=0.9),
+]
+MODES = {
+    "temperature": Filters(0.8),
+    "top_k": Filters(top_k=20),
+    "top_p": Filters(0.9, top_p=0.9),
+    "min_p": Filters(min_p=0.02),
+    "all": Filters(0.6, top_k=20, top_p=0.95, min_p=0.01),
+    "wide": Filters(1.5, top_p=0.999),
+}
 LOGITS = {
     "usual": lambda size: torch.randn(size) * 3,
     "flat": lambda size: torch.randn(size) * 1e-3,
     "ties": lambda size: torch.randint(-2, 3, (size,)).float(),
     "equal": torch.zeros,
     "one far ahead": lambda size: torch.randn(size).index_fill_(0, torch.tensor([size // 2]), 60.0),
-    "one alone": lambda size: torch.full((size,), -math.inf).index_fill_(0, torch.tensor([size - 3]), -2.0),
+    "one alone": lambda size: torch.full((size,), -math.inf).index_fill_(
+        0, torch.tensor([size - 3]), -2.0
+    ),
     "masked": lambda size: (torch.randn(size) * 2).masked_fill_(torch.rand(size) < 0.99, -math.inf),
 }
 
@@ -38,11 +59,21 @@ def sample(logits, asked, *, table=None, plan=None, **options):
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize(("size", "dtype"), [(32_000, torch.bfloat16), (32_001, torch.float32), (128_256, torch.float16),
-                                             (151_936, torch.bfloat16), (262_144, torch.float32)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (32_000, torch.bfloat16),
+        (32_001, torch.float32),
+        (128_256, torch.float16),
+        (151_936, torch.bfloat16),
+        (262_144, torch.float32),
+    ],
+)
 def test_what_is_kept_is_what_float64_keeps(kind, size, dtype):
     one = LOGITS[kind](size).to(dtype).to(DEVICE)
-    tokens, bounds = sample(one.expand(len(FILTERS), -1), [Asked(filters, seed=i) for i, filters in enumerate(FILTERS)])
+    tokens, bounds = sample(
+        one.expand(len(FILTERS), -1), [Asked(filters, seed=i) for i, filters in enumerate(FILTERS)]
+    )
     wide = one.double()
     for i, filters in enumerate(FILTERS):
         want = kept(one.float(), filters)
@@ -74,19 +105,23 @@ def check_frequencies(counts, want, draws):
         expected, counts = expected[~few], counts[~few]
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     degrees = len(expected) - 1
-    assert chi_square < degrees + 4 * math.sqrt(2 * degrees), "four standard deviations from what chance gives"
+    assert chi_square < degrees + 4 * math.sqrt(2 * degrees), (
+        "four standard deviations from what chance gives"
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("mode", MODES)
 def test_frequencies_are_those_of_float64(mode, rows):
-    """Captured launches of so many rows, each at its next position. One row a launch draws a tenth: what a row gets depends on
-    nothing else, which is tested below."""
+    """Captured launches of so many rows, each at its next position. One row a launch draws a tenth:
+    what a row gets depends on nothing else, which is tested below.
+    """
     size, draws = 1000, DRAWS // (10 if rows == 1 else 1)
     logits = torch.randn(size, device=DEVICE) * 2
     asked = [Asked(MODES[mode], seed=99, length=1 + i * 10**6) for i in range(rows)]
     table, sampler = table_of(asked, size, DEVICE), Sampler(size, DEVICE)
-    counts, ones = torch.zeros(size, dtype=torch.int64, device=DEVICE), torch.ones(rows, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(size, dtype=torch.int64, device=DEVICE)
+    ones = torch.ones(rows, dtype=torch.int64, device=DEVICE)
 
     def step():
         sampler(logits.expand(rows, -1), table)
@@ -116,7 +151,8 @@ def test_a_row_gets_the_same_alone_among_others_and_again():
         token, bound = sample(logits[i : i + 1], [asked[i]])
         assert (token.item(), bound) == (together[i].item(), [bounds[i]])
     turned = torch.arange(63, -1, -1, device=DEVICE)
-    table, chosen = table_of(asked, 151_936, DEVICE), torch.zeros(64, dtype=torch.int64, device=DEVICE)
+    table = table_of(asked, 151_936, DEVICE)
+    chosen = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     sample(logits[turned].contiguous(), None, table=table, rows=turned, chosen=chosen)
     assert torch.equal(table.tokens.cpu(), together) and torch.equal(chosen.cpu(), together.flip(0))
 
@@ -129,7 +165,9 @@ def test_rows_of_nothing_get_a_token_and_masks_and_biases_hold():
     bits[0, -1], bits[1, 7] = 1, 0b11  # the last token; 56 and 57
     masks = Masks(bits, torch.tensor([-1, -1, 0, 1, -1], dtype=torch.int32, device=DEVICE))
     for filters in (Filters(0.0), Filters(), Filters(top_k=30), Filters(0.5, top_k=30, top_p=0.9)):
-        asked = [Asked(filters, seed=i) for i in range(4)] + [Asked(filters, bias=((5, 99.0, 99), (31_999, 200.0, 4)))]
+        asked = [Asked(filters, seed=i) for i in range(4)] + [
+            Asked(filters, bias=((5, 99.0, 99), (31_999, 200.0, 4)))
+        ]
         tokens, _ = sample(logits, asked, masks=masks)
         assert tokens[:3].tolist() == [0, 0, size - 1] and tokens[3] in (56, 57) and tokens[4] == 5
 

@@ -25,19 +25,34 @@ def sample(logits, asked, *, plan=TWO, table=None, **options):
     """(tokens, bounds) of these rows."""
     table = table or table_of(asked, logits.shape[1])
     bounds = torch.full((len(logits),), -1)
-    Sampler(logits.shape[1], torch.device("cpu"), plan=plan)(logits, table, bounds=bounds, **options)
+    Sampler(logits.shape[1], torch.device("cpu"), plan=plan)(
+        logits, table, bounds=bounds, **options
+    )
     return table.tokens, bounds.tolist()
 
 
-FILTERS = [Filters(), Filters(0.0), Filters(top_k=1), Filters(top_k=20), Filters(0.7, top_k=700), Filters(top_p=0.9),
-           Filters(1.3, top_p=0.999), Filters(top_p=1e-5), Filters(min_p=0.05), Filters(0.6, top_k=20, top_p=0.95),
-           Filters(2.0, top_k=5000, top_p=0.5, min_p=0.01), Filters(0.01, top_p=0.5)]
+FILTERS = [
+    Filters(),
+    Filters(0.0),
+    Filters(top_k=1),
+    Filters(top_k=20),
+    Filters(0.7, top_k=700),
+    Filters(top_p=0.9),
+    Filters(1.3, top_p=0.999),
+    Filters(top_p=1e-5),
+    Filters(min_p=0.05),
+    Filters(0.6, top_k=20, top_p=0.95),
+    Filters(2.0, top_k=5000, top_p=0.5, min_p=0.01),
+    Filters(0.01, top_p=0.5),
+]
 LOGITS = {
     "usual": lambda: torch.randn(VOCABULARY) * 3,
     "flat": lambda: torch.randn(VOCABULARY) * 1e-3,
     "equal": lambda: torch.zeros(VOCABULARY),
     "ties": lambda: torch.randint(-2, 3, (VOCABULARY,)).float(),
-    "one far ahead": lambda: torch.cat([torch.randn(700), torch.tensor([80.0]), torch.randn(VOCABULARY - 701)]),
+    "one far ahead": lambda: torch.cat(
+        [torch.randn(700), torch.tensor([80.0]), torch.randn(VOCABULARY - 701)]
+    ),
     "negative": lambda: -torch.rand(VOCABULARY) * 1e4,
 }
 
@@ -58,11 +73,14 @@ def test_what_is_kept_is_what_float64_keeps(kind):
         assert want.tokens[tokens[i]] or want.close[tokens[i]]
 
 
-@pytest.mark.parametrize(("plan", "dtype"), [(Plan(1, 64), torch.bfloat16), (Plan(2, 32), torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "dtype"), [(Plan(1, 64), torch.bfloat16), (Plan(2, 32), torch.float16)], ids=str
+)
 def test_every_plan_and_type_keeps_and_draws_the_same(plan, dtype):
     asked = [Asked(FILTERS[which], seed=7 * which) for which in (0, 3, 5, 9, 10)]
     logits = (torch.randn(len(asked), VOCABULARY + 3) * 2).to(dtype)
-    for given in (logits[:, :VOCABULARY].contiguous(), logits[:, 3:]):  # the second: rows that begin anywhere
+    # the second: rows that begin anywhere
+    for given in (logits[:, :VOCABULARY].contiguous(), logits[:, 3:]):
         tokens, bounds = sample(given, asked, plan=plan)
         want, want_bounds = sample(given.float().contiguous(), asked)
         assert tokens.tolist() == want.tolist() and bounds == want_bounds
@@ -74,8 +92,11 @@ def test_the_draw_is_the_largest_of_noise_and_logits_among_what_is_kept():
     asked = [Asked(filters[i % 4], seed=(i * 77) << 29, length=3 + i) for i in range(24)]
     logits = torch.randn(24, VOCABULARY) * 2
     tokens, _ = sample(logits, asked)
-    noise = gumbel_noise(torch.tensor([row.seed for row in asked]), torch.tensor([row.length - 1 for row in asked]),
-                         torch.arange(VOCABULARY))
+    noise = gumbel_noise(
+        torch.tensor([row.seed for row in asked]),
+        torch.tensor([row.length - 1 for row in asked]),
+        torch.arange(VOCABULARY),
+    )
     for i, row in enumerate(asked):
         allowed = kept(logits[i], row.filters).tokens
         score = torch.where(allowed, logits[i] / row.filters.temperature + noise[i], -torch.inf)
@@ -98,9 +119,12 @@ def test_a_row_gets_the_same_alone_among_others_and_at_another_place():
 def test_bias_penalties_and_masks_change_logits_before_the_filters():
     logits = torch.randn(4, VOCABULARY).bfloat16().float()
     greedy = Filters(0.0)
-    asked = [Asked(greedy, length=5, bias=((3, 1.0, 99), (3, 50.0, 99), (1299, 40.0, 99))),
-             Asked(greedy, length=5, bias=((700, 90.0, 4), (701, 60.0, 5))),  # the first has ended
-             Asked(greedy, repetition=1.5, presence=0.3, frequency=2.0), Asked(greedy)]
+    asked = [
+        Asked(greedy, length=5, bias=((3, 1.0, 99), (3, 50.0, 99), (1299, 40.0, 99))),
+        Asked(greedy, length=5, bias=((700, 90.0, 4), (701, 60.0, 5))),  # the first has ended
+        Asked(greedy, repetition=1.5, presence=0.3, frequency=2.0),
+        Asked(greedy),
+    ]
     table = table_of(asked, VOCABULARY)
     in_prompt, in_answer = table.seen
     best, second = logits[2].topk(2).indices.tolist()
@@ -131,7 +155,11 @@ def test_a_row_with_nothing_to_choose_from_still_gets_a_token():
 
 
 def test_rows_that_are_done_are_skipped():
-    asked = [Asked(Filters(0.0)), Asked(Filters(top_k=1)), Asked(Filters(0.0), bias=((4, 99.0, 99),))]
+    asked = [
+        Asked(Filters(0.0)),
+        Asked(Filters(top_k=1)),
+        Asked(Filters(0.0), bias=((4, 99.0, 99),)),
+    ]
     tokens, _ = sample(torch.randn(3, VOCABULARY), asked, when=When.AFTER_GREEDY)
     assert tokens[0] == -1 and tokens[1] >= 0 and tokens[2] == 4
 
@@ -153,8 +181,16 @@ def test_rows_of_one_sequence_are_drawn_for_their_own_positions():
     filters = Filters(0.9, top_p=0.9)
     logits = torch.randn(4, VOCABULARY)
     want, _ = sample(logits, [Asked(filters, seed=8, length=6 + i) for i in range(4)])
-    table, chosen = table_of([Asked(), Asked(filters, seed=8, length=99)], VOCABULARY), torch.zeros(4, dtype=torch.int64)
-    sample(logits, None, table=table, rows=torch.full((4,), 1), positions=torch.arange(5, 9), chosen=chosen)
+    table = table_of([Asked(), Asked(filters, seed=8, length=99)], VOCABULARY)
+    chosen = torch.zeros(4, dtype=torch.int64)
+    sample(
+        logits,
+        None,
+        table=table,
+        rows=torch.full((4,), 1),
+        positions=torch.arange(5, 9),
+        chosen=chosen,
+    )
     assert chosen.tolist() == want.tolist() and table.tokens.tolist() == [-1, -1]
 
 

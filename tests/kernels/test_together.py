@@ -1,4 +1,6 @@
-"""Kernels that wait for their own thread blocks run only where all of these run at once; processes take turns under MPS."""
+"""Kernels that wait for their own thread blocks run only where all of these run at once; processes
+take turns under MPS.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -32,7 +34,11 @@ class Driver:
 def config(cluster=1):
     attributes = [SimpleNamespace(id=PDL)]
     if cluster > 1:
-        attributes.append(SimpleNamespace(id=CLUSTER, value=SimpleNamespace(clusterDim=SimpleNamespace(x=cluster))))
+        attributes.append(
+            SimpleNamespace(
+                id=CLUSTER, value=SimpleNamespace(clusterDim=SimpleNamespace(x=cluster))
+            )
+        )
     return SimpleNamespace(attrs=attributes, blockDimX=256, sharedMemBytes=1000)
 
 
@@ -80,7 +86,9 @@ def test_clusters_count_where_they_wait_for_each_other():
 
 
 def test_processes_under_mps_take_turns(tmp_path):
-    """Two that hold descriptors of their own, as processes do: the second begins when the first has ended."""
+    """Two that hold descriptors of their own, as processes do: the second begins when the first has
+    ended.
+    """
     first, second = (ProcessTurns("gpu", tmp_path) for _ in range(2))
     order, begun = [], threading.Event()
 

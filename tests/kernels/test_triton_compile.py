@@ -1,4 +1,6 @@
-"""Every Triton kernel compiles for the architectures it promises, without a GPU: in a process that does not interpret."""
+"""Every Triton kernel compiles for the architectures it promises, without a GPU: in a process that
+does not interpret.
+"""
 
 import os
 import subprocess
@@ -12,7 +14,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_kernels_compile_without_a_gpu(arch, tmp_path):
-    environment = os.environ | dict(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path))
+    environment = os.environ | dict(
+        TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path)
+    )
     script = Path(__file__).with_name("compile_triton.py")
-    done = subprocess.run([sys.executable, script, arch], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, script, arch], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0 and "compiled" in done.stdout, done.stderr[-2000:]

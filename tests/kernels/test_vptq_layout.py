@@ -22,7 +22,7 @@ def shuffled(monkeypatch):
     """Any order of a lane's items, and either copy of a doubled entry, must give the same product."""
     generator = torch.Generator().manual_seed(7)
 
-    def schedule(banks):
+    def schedule(banks, residuals=None):
         order = torch.rand(banks.shape, generator=generator).argsort(2).to(torch.uint8)
         from_copy = (torch.rand(banks.shape, generator=generator) < 0.5) & (banks >> 4 != banks & 15)
         return order + 128 * from_copy.to(torch.uint8)
@@ -205,6 +205,37 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
         assert plan.phase >= 8 or plan.phase >= grown.chunks
 
 
+@pytest.mark.parametrize(("books", "kind"), [((4096, 512), dict(resident=2, copies=1)), ((4096, 256), dict(resident=2, copies=2)),
+                                             ((8192, 256), dict(share=2))])
+def test_small_weights_leave_room_for_a_neighbour_where_older_gpus_overlap_launches(monkeypatch, books, kind):
+    a100, main, residual = GPUS["sm_80"], *books
+    parts = (gather.outline(VectorQuant.random((4096, 1024), main=main, residual=residual), doubled=False),)
+    alone, hopper = gather.choose(parts, 1, a100), gather.choose(parts, 1, H200)
+    assert alone.launch.resident == alone.launch.share == 1
+    monkeypatch.setattr(gather.dependent_launch, "enabled", True)
+    beside = gather.choose(parts, 1, a100)
+    assert {name: getattr(beside.launch, name) for name in kind} == kind
+    assert beside.shared <= a100.shared_memory_per_multiprocessor // beside.launch.resident - 1024
+    assert sum(beside.ctas) <= a100.processors // beside.launch.share
+    assert gather.choose(parts, 1, H200) == hopper
+
+
+@pytest.mark.parametrize("options", [dict(), dict(outliers=100), dict(length=12), dict(main=300, residual=None, permute=True)])
+@pytest.mark.parametrize("doubled", [False, True])
+def test_an_outline_is_like_the_layout(options, doubled):
+    tensor = VectorQuant.random((88, 1100), **(dict(main=4096, residual=256) | options))
+    made, outline = lay_out(tensor, dtype=torch.bfloat16, doubled=doubled), gather.outline(tensor, doubled=doubled)
+    for name in ("form", "row_blocks", "chunks", "halves", "dense_steps", "out_features", "in_features"):
+        assert getattr(outline, name) == getattr(made, name), name
+
+
+def test_lookups_of_residuals_are_ordered_where_few_copies_fit():
+    tensor = VectorQuant.random((4096, 1024), main=8192, residual=512)
+    assert gather.residual_copies(tensor, H200, doubled=False) == 8
+    assert gather.residual_copies(tensor, GPUS["sm_80"], doubled=False) < 8
+    assert gather.residual_copies(VectorQuant.random((64, 512), residual=None), GPUS["sm_80"], doubled=False) == 8
+
+
 COMMON = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, PIECES=1, COPIES=8, FP16=0, RESIDENT=1)
 
 
@@ -214,6 +245,7 @@ def rows_shape(tokens, warps, paired=False):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("file, defines", [
+    ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, BY_COUNTERS=1, RESIDENT=2, MAIN_BITS=12)),
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16)), ("vptq.cu", dict(KERNEL=0, ROWS=8, WARPS=16)),
     ("vptq.cu", dict(KERNEL=1, ROWS=1, WARPS=8)), ("vptq.cu", dict(KERNEL=2, ROWS=2, WARPS=32, POS_BITS=11, ITEM_BYTES=4)),
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=2)),

@@ -18,7 +18,9 @@ def test_two_workspaces_share_no_buffer_and_each_keeps_its_own():
         with other:
             assert workspace.current(CPU) is other
             assert workspace.current(CPU).bytes("packed", 3000).data_ptr() != first.data_ptr()
-        assert workspace.current(CPU).bytes("packed", 4000) is first, "rounded to the same power of two"
+        assert workspace.current(CPU).bytes("packed", 4000) is first, (
+            "rounded to the same power of two"
+        )
     assert workspace.current(CPU) not in (one, other)
 
 
@@ -27,12 +29,18 @@ def test_a_thread_without_an_engine_has_a_workspace_of_its_own():
     thread = threading.Thread(target=lambda: found.append(workspace.current(CPU)))
     thread.start()
     thread.join()
-    assert found[0] is not workspace.current(CPU) and workspace.current(CPU) is workspace.current(CPU)
+    assert found[0] is not workspace.current(CPU) and workspace.current(CPU) is workspace.current(
+        CPU
+    )
 
 
 def test_mailboxes_are_empty_and_counters_zero_when_they_are_made():
     own = Workspace(CPU)
-    assert bool((own.mailbox(100) == -1).all()) and not own.counter("units").any() and not own.tickets().any()
+    assert (
+        bool((own.mailbox(100) == -1).all())
+        and not own.counter("units").any()
+        and not own.tickets().any()
+    )
 
 
 def test_the_place_for_dequantized_weights_grows_and_what_it_was_stays():
@@ -58,7 +66,9 @@ def calls(monkeypatch):
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.append(("synchronize", device)))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: found.append(("synchronize", device))
+    )
     return found
 
 
@@ -84,9 +94,13 @@ def test_a_second_engine_begins_when_the_first_has_ended_on_the_device(calls):
         pass
     other = member(turns)
     with other:
-        assert [name for name, _ in calls] == ["synchronize"], "of the first, which was alone, nothing was noted"
+        assert [name for name, _ in calls] == ["synchronize"], (
+            "of the first, which was alone, nothing was noted"
+        )
     with one, one:
-        assert [name for name, _ in calls] == ["synchronize", "record", "wait"], "once, however deep"
+        assert [name for name, _ in calls] == ["synchronize", "record", "wait"], (
+            "once, however deep"
+        )
     with one:
         pass
     assert [name for name, _ in calls] == ["synchronize", "record", "wait", "record", "record"]

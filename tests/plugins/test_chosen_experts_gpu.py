@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_layers import choose, cut, error, expected, make
 
-from flyweight.kernels.linear.chosen_experts import ChosenExperts
+from flyweight.kernels.linear.experts.chosen import ChosenExperts
 from flyweight.plugins import ahead, experts
 
 pytestmark = [

@@ -12,7 +12,8 @@ from flyweight.engine.llm import LLM
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.scheduler import Scheduler
-from flyweight.server.engine_process import EngineLoop, facts, run_engine, warm_up
+from flyweight.engine.warm_up import warm_up
+from flyweight.server.engine_process import EngineLoop, facts, run_engine
 from flyweight.server.messages import (
     FAILED,
     REFUSED,

@@ -115,6 +115,7 @@ class Attended:
     value: Tensor
     lengths: Tensor | None = None
     adapters: Tensor | None = None
+    beside: bool = False
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor:
         return self.value

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
-from flyweight.engine.llm import DEFAULTS
+from flyweight.engine.limits import DEFAULTS
 from flyweight.engine.loading import choose_dtype
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import SIZES as PASS_SIZES

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from flyweight.engine.flight import Result
 from flyweight.engine.request import Chunk, Request, TokenLogprob
-from flyweight.engine.scheduler import Work
 from flyweight.engine.tokenizer import Detokenizer
+from flyweight.engine.work import Work
 
 CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
 

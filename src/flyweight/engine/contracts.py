@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.packed import Packed
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.work import Work
 
 
 class Model(Protocol):

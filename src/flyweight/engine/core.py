@@ -33,9 +33,10 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
 from flyweight.engine.runner import Runner, slots_of
 from flyweight.engine.sampling import MOST_BIASES, seed_of
-from flyweight.engine.scheduler import Scheduler, Work
+from flyweight.engine.scheduler import Scheduler
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.states import StatePool
+from flyweight.engine.work import Work
 from flyweight.errors import RequestError, unknown
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.stall import explain

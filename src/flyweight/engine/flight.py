@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from flyweight.engine.request import TokenLogprob
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.verify import count_accepted
+from flyweight.engine.work import Work
 from flyweight.transfer import Download
 
 

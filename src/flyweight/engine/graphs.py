@@ -75,13 +75,17 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int] = SIZES,
         separate: str | None = None,
+        whole_layers: bool = True,
         beside: DecodeGraphs | None = None,
     ):
-        """`beside`: graphs of steps with adapters, of which these are the ones without."""
+        """`beside`: graphs of steps with adapters, of which these are the ones without;
+        `whole_layers`: kernels leave each other room where all of a layer can.
+        """
         self.decoder = decoder
         self.caches = caches
         self.rows = rows
         self.separate = separate
+        self.whole_layers = whole_layers
         self.beside = beside
         self.sizes = [size for size in sizes if size <= rows.capacity]
         self.largest = max(self.sizes)
@@ -95,7 +99,13 @@ class DecodeGraphs:
         self.unadapted: DecodeGraphs | None = None
         if rows.adapters is not None and beside is None:
             self.unadapted = DecodeGraphs(
-                decoder, caches, rows, sizes=self.sizes, separate=separate, beside=self
+                decoder,
+                caches,
+                rows,
+                sizes=self.sizes,
+                separate=separate,
+                whole_layers=whole_layers,
+                beside=self,
             )
         self.steps: dict[int, Step] = {}
         self.graphs: dict[tuple[int, Choice], torch.cuda.CUDAGraph] = {}
@@ -161,6 +171,7 @@ class DecodeGraphs:
                 self.buffers,
                 pairs=self.pairs,
                 separate=self.separate,
+                beside=self.whole_layers,
             )
             self.steps[size] = Step(decode, rows)
         return self.steps[size]

@@ -20,6 +20,7 @@ from flyweight.device import pick_device
 from flyweight.engine.core import Engine
 from flyweight.engine.driver import Driver
 from flyweight.engine.keywords import checked, takes_fields_of
+from flyweight.engine.limits import Limits
 from flyweight.engine.loading import (
     choose_dtype,
     end_ids,
@@ -27,15 +28,9 @@ from flyweight.engine.loading import (
     open_model,
     sampling_defaults,
 )
-from flyweight.engine.memory import (
-    CacheShape,
-    Memory,
-    graph_bytes,
-    measure_workspace,
-    plan_memory,
-)
+from flyweight.engine.memory import CacheShape, Memory
+from flyweight.engine.memory_plan import plan_for
 from flyweight.engine.pace import Pace
-from flyweight.engine.packed import SIZES
 from flyweight.engine.prompts import (
     Prepared,
     Prompt,
@@ -46,8 +41,6 @@ from flyweight.engine.prompts import (
     params_of_each,
 )
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
-from flyweight.engine.scheduler import long_prompts
-from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter
 from flyweight.engine.speculation.loading import (
     Target,
@@ -55,12 +48,11 @@ from flyweight.engine.speculation.loading import (
     load_head,
     refuse_speculation,
 )
-from flyweight.engine.speculation.model import ModelDrafter
 from flyweight.engine.speculation.option import Speculation
-from flyweight.engine.speculation.shared_rows import CAPACITY
 from flyweight.engine.speculation.speculator import speculator_of
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
+from flyweight.engine.work import long_prompts
 from flyweight.errors import OptionError
 from flyweight.kernels.linear.prompts import check_prompt_dtype
 from flyweight.models.adapters import Adapters
@@ -74,12 +66,6 @@ from flyweight.models.standard import plan_of
 if TYPE_CHECKING:
     from flyweight.models.decoder import Decoder
 
-# by device: sequences in one step, tokens in one step, of those of prompts beside answers that wait
-# for them
-DEFAULTS = {
-    "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prompt_tokens_beside": 512},
-    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640, "prompt_tokens_beside": 4096},
-}
 # of prompts, between two steps of a server's answers on a GPU: a pass of fewer takes hardly less
 # for each token, and one of more is a gap that readers notice (docs/serve.md has what was measured)
 TURN_TOKENS = 512
@@ -181,15 +167,20 @@ class LLM:
                 )
         if prompt_dtype is not None:
             self.decoder.narrow_prompts(prompt_dtype)
-        self.config = config = self.decoder.config
-        context = context_of(config, max_model_len)
+        self.config = self.decoder.config
+        limits = Limits.of(
+            self.config,
+            self.device.type,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prompt_tokens_beside=prompt_tokens_beside,
+            block_size=block_size,
+        )
         generation = getattr(self.weights, "generation_config", {})
         self.sampling_defaults = sampling_defaults(generation)
-        defaults = DEFAULTS[self.device.type]
-        sequences = max_num_seqs or defaults["max_num_seqs"]
-        tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
-        shape = CacheShape.of(config, cached, scheme.format, scheme.scales)
+        shape = CacheShape.of(self.config, cached, scheme.format, scheme.scales)
         if shape.states is not None:
             refuse_speculation(wanted, self.name)
         guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
@@ -197,65 +188,43 @@ class LLM:
         self.kv_dtype = shape.dtype_name
         drafter = load_drafter(
             wanted,
-            Target(self.name, self.tokenizer, config.vocab_size, self.device, self.dtype),
-            context=context,
-            sequences=sequences,
+            Target(self.name, self.tokenizer, self.config.vocab_size, self.device, self.dtype),
+            context=limits.context,
+            sequences=limits.sequences,
             block_size=block_size,
         )
-        workspace = graphs = 0
-        if self.device.type == "cuda":
-            with shortage.told(
-                f"{model}: a step of {tokens:,} tokens does not fit beside its weights"
-            ):
-                workspace = measure_workspace(
-                    self.decoder, shape, tokens=tokens, context=context, block_size=block_size
-                )
-            guessed = drafter is not None or guessing is not None
-            graphs = self._graph_bytes(sequences, tokens, drafter, guessed=guessed)
-        self._memory = plan_memory(
+        self._memory = plan_for(
+            self.decoder,
             shape,
-            weights=self.decoder.nbytes - self._offloaded(),
-            workspace=workspace,
-            graphs=graphs,
-            blocks=blocks,
-            block_size=block_size,
+            limits,
+            name=self.name,
             device=self.device,
-            context=context,
-            sequences=sequences,
+            drafter=drafter,
+            guessed=drafter is not None or guessing is not None,
+            blocks=blocks,
             memory_fraction=memory_fraction,
         )
         self.engine = Engine(
             self.decoder,
             shape,
-            vocabulary=config.vocab_size,
+            vocabulary=self.config.vocab_size,
             device=self.device,
-            max_model_len=context,
+            max_model_len=limits.context,
             blocks=self._memory.kv_tokens // block_size,
             block_size=block_size,
-            max_num_seqs=sequences,
+            max_num_seqs=limits.sequences,
             prefix_cache=prefix_cache,
             seed=seed,
-            max_num_batched_tokens=tokens,
-            prompt_tokens_beside=prompt_tokens_beside or defaults["prompt_tokens_beside"],
+            max_num_batched_tokens=limits.tokens,
+            prompt_tokens_beside=limits.prompt_tokens,
             decode=self.tokenizer.decode if self.tokenizer else None,
-            end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
+            end_ids=end_ids(self.config.eos_ids, generation, self.tokenizer),
             state_slots=self._memory.state_slots,
         )
         self.beside = prompt_tokens_beside
         self.turns = turns
         self.guesses = wanted.kind != "off"
-        self.engine.may_grow = self.engine.max_model_len < config.context_length
-        self.prompts = PromptReader(
-            self.name,
-            self.tokenizer,
-            self.sampling_defaults,
-            context=self.engine.max_model_len,
-            may_grow=self.engine.may_grow,
-        )
-        self.engine.answers.independent_tokens = (
-            self.tokenizer is not None and self.tokenizer.bytes is not None
-        )
-        self.engine.scheduler.long_prompts = long_prompts(config)
+        self._prepare_prompts()
         if guessing is not None:
             assert wanted.guesses is not None
             drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
@@ -264,6 +233,22 @@ class LLM:
                 drafter, wanted.guesses, while_it_pays=wanted.while_it_pays
             )
         self.driver = Driver(self.engine)
+
+    def _prepare_prompts(self) -> None:
+        """Who reads prompts, and what the engine has to know of this model's."""
+        engine = self.engine
+        engine.may_grow = engine.max_model_len < self.config.context_length
+        self.prompts = PromptReader(
+            self.name,
+            self.tokenizer,
+            self.sampling_defaults,
+            context=engine.max_model_len,
+            may_grow=engine.may_grow,
+        )
+        engine.answers.independent_tokens = (
+            self.tokenizer is not None and self.tokenizer.bytes is not None
+        )
+        engine.scheduler.long_prompts = long_prompts(self.config)
 
     def pace_prompts(self) -> None:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside
@@ -294,22 +279,6 @@ class LLM:
             if folders
             else None
         )
-
-    def _graph_bytes(
-        self, sequences: int, tokens: int, drafter: Drafter | None, *, guessed: bool
-    ) -> int:
-        """Of the steps and passes that will be captured."""
-        size = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
-        if guessed:  # steps with guesses are captured beside the others
-            size += graph_bytes(self.decoder, CAPACITY, 0)
-        if isinstance(drafter, ModelDrafter):
-            size += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
-        return size
-
-    def _offloaded(self) -> int:
-        """Bytes of weights that are not on the device."""
-        offload = getattr(self.decoder, "offload", None)
-        return 0 if offload is None else offload.nbytes
 
     def memory(self) -> Memory:
         """Where the memory goes, as planned at the start."""
@@ -460,13 +429,3 @@ def refuse_together(
         raise OptionError(
             "turns is for a GPU without speculation: leave it out, or leave out speculate"
         )
-
-
-def context_of(config: ModelConfig, wanted: int | None) -> int:
-    context = wanted or config.context_length
-    if context > config.context_length:
-        raise OptionError(
-            f"max_model_len {context} is more than the {config.context_length} tokens that this "
-            "model is made for: give at most so many, or leave it out"
-        )
-    return context

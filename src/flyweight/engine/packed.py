@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flyweight.batch import NOBODY, Batch, SequenceState
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.transfer import upload
 
 # Tokens of a padded step: whole tiles of the matrix kernels. Beyond, the device is busy for longer

@@ -34,7 +34,7 @@ from flyweight.engine import graphs, packed
 from flyweight.engine.capture import capture
 from flyweight.engine.packed import PART_SIZES, SIZES, filler
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.kernels.dispatch import unsupported_by_triton
 from flyweight.models.attention import Paged, Plans
 from flyweight.models.decoder import Decoder

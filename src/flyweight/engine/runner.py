@@ -25,9 +25,9 @@ from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Constraint, Request
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import GREEDY, top_logprobs
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows, is_unread
 from flyweight.engine.speculation.verify import choose_after_drafts
+from flyweight.engine.work import Work
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload

@@ -11,10 +11,11 @@ yet. So edges of the graph skip one kernel, and neighbours are ordered by counte
 Kernel n+1 is on the GPU while n runs, fills its rings with weights, and waits for n's counter
 before it reads what n has written.
 
-Why nothing waits for ever: a kernel joins only if an SM has room for two of its thread blocks and
-it has at most one block for each SM (`joins`). By the edges at most two neighbours are on the GPU
-at once, so there is room for all blocks of both, in whatever order the hardware takes them. What
-follows outside of this (another kernel, torch) depends on both, as if they were one.
+Why nothing waits for ever: by the edges at most two neighbours are on the GPU at once, and a kernel
+joins only if there is room for all blocks of both, in whatever order the hardware takes them
+(`room`). Either an SM has room for two of its thread blocks and it has at most one for each SM, or
+it has at most one for every second SM, however large; neighbours are of the same kind. What follows
+outside of this (another kernel, torch) depends on both, as if they were one.
 
 Outside of captured graphs launches follow each other as always, and counters are null.
 """
@@ -22,6 +23,7 @@ Outside of captured graphs launches follow each other as always, and counters ar
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import math
 import os
@@ -43,6 +45,7 @@ SOURCES = {
     "qkv_attention.cu",
     "route.cu",
     "token.cu",
+    "vptq.cu",
 }
 DEFINE = {"BY_COUNTERS": 1}
 WORDS = 1 << 16  # of a block of counters
@@ -58,10 +61,21 @@ def defines(file: str, device: Gpu) -> dict[str, int]:
     return DEFINE if file in SOURCES and not device.has_dependent_launch else {}
 
 
-def joins(launched: imitation.Launched, device: Gpu) -> bool:
-    """Whether such a launch may share the GPU with its neighbour."""
-    blocks = launched.blocks
-    return blocks <= device.processors and launched.resident(device) >= 2 * device.processors
+class Room(enum.Enum):
+    """What a launch leaves to a neighbour of its kind."""
+
+    SHARED_PROCESSORS = "a place on every SM"
+    OTHER_PROCESSORS = "every second SM"
+
+
+def room(launched: imitation.Launched, device: Gpu) -> Room | None:
+    """None: such a launch may not share the GPU with its neighbour."""
+    blocks, processors = launched.blocks, device.processors
+    if blocks <= processors and launched.resident(device) >= 2 * processors:
+        return Room.SHARED_PROCESSORS
+    if 2 * blocks <= processors and launched.resident(device) >= processors:
+        return Room.OTHER_PROCESSORS
+    return None
 
 
 # -- what the driver knows of a capture ------------------------------------------------------------
@@ -157,6 +171,7 @@ class Last:
     beside: tuple[int, ...]  # what a launch depends on that runs beside it
     left: frozenset[int]  # what was left for others to depend on
     counter: int
+    room: Room
 
 
 class _Streams(threading.local):
@@ -170,13 +185,15 @@ _streams = _Streams()
 class Link:
     """Of one launch into a capture: `arguments` before it, `close` after it."""
 
-    def __init__(self, stream: int, device: int, capture: Capture) -> None:
+    def __init__(self, stream: int, device: int, capture: Capture, room: Room) -> None:
         self.stream = stream
+        self.room = room
         self.capture = capture
         self.own = _counters(device).take()
         before = _streams.last.pop(stream, None)
         follows = (
             before is not None
+            and before.room is room
             and before.number == capture.number
             and before.left == frozenset(capture.nodes)
         )
@@ -199,16 +216,15 @@ class Link:
             left = (self.before.node, node)
             depend_on(self.stream, left)
         _streams.last[self.stream] = Last(
-            self.capture.number, node, beside, frozenset(left), self.own
+            self.capture.number, node, beside, frozenset(left), self.own, self.room
         )
 
 
 def link(stream: int, device: int, launched: imitation.Launched, facts: Gpu) -> Link | None:
     """None where a launch follows the one before it as always."""
-    if not enabled or not joins(launched, facts):
-        return None
-    capture = capture_of(stream)
-    return None if capture is None else Link(stream, device, capture)
+    left = room(launched, facts) if enabled else None
+    capture = None if left is None else capture_of(stream)
+    return None if left is None or capture is None else Link(stream, device, capture, left)
 
 
 def launched(

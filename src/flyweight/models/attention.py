@@ -65,6 +65,7 @@ class PromptStage:
 
     lengths: Tensor | None = None
     adapters: Tensor | None = None
+    beside = False
 
     def __init__(self, tables: Tables | RopeTables, positions: Tensor, ops: ModuleType):
         self.ops = ops

@@ -39,7 +39,6 @@ from flyweight.kernels.attention.qkv import unsupported_reason as separate_reaso
 from flyweight.kernels.gated_delta import decode as states
 from flyweight.kernels.gated_delta.decode import DeltaRows
 from flyweight.kernels.gated_delta.shape import DeltaWeights
-from flyweight.kernels.linear import whole_layers
 from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
 from flyweight.models import latent_step
 from flyweight.models.attention import normed_projections
@@ -50,6 +49,12 @@ from flyweight.models.layer import Block
 from flyweight.models.mlp import GatedMlp
 from flyweight.models.rope import RopeTables
 from flyweight.models.standard import plan_of
+
+# Rows, and inputs of all of them together, from which on kernels of a layer are asked to leave each
+# other room: fewer are converted soon enough in kernels that take the inputs of a tile whole
+# (`whole_layers` in benchmarks/workshop/speculation-h200.jsonl)
+FEWEST_BESIDE = 3
+FEWEST_INPUTS = 4096
 
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
@@ -95,7 +100,8 @@ class DecodeAttention:
     """The stage of decode steps: norm, qkv, rope, KV write and attention of a layer, in one kernel
     or in two.
 
-    `separate`: why they are two.
+    `separate`: why they are two. `beside`: whether all kernels of its layers leave each other room,
+    so that two are on an SM at a time and take turns to fetch weights.
     """
 
     lengths: Tensor | None
@@ -110,7 +116,9 @@ class DecodeAttention:
         pairs: dict[str | None, Tensor],
         buffers: Buffers,
         separate: str | None = None,
+        beside: bool = True,
     ):
+        """`beside`: where kernels can leave each other room they do."""
         self.caches = caches
         self.lengths = rows.lengths
         self.adapters = rows.adapters
@@ -134,6 +142,9 @@ class DecodeAttention:
         self.place = 0  # of the next layer that attends, in the cycle
         self.chunk = chunk_of(self.size, shared=rows.before is not None)
         self.separate = separate or self._separate_reason(attending, gpu.of(device))
+        self.beside = beside and self._leaves_room(blocks)
+        if self.beside:
+            self.layers = {key: replace(one, beside=True) for key, one in self.layers.items()}
         if not attending:
             return
         first = self.layers[id(attending[0])].shape
@@ -168,18 +179,25 @@ class DecodeAttention:
         )
         return next((reason for reason in reasons if reason), None)
 
-    def layers_leave_room(self, blocks: Sequence[Block]) -> bool:
-        """Whether, of each layer, all kernels leave room for another (whole_layers.py)."""
-        if self.separate is not None or self.adapters is not None or self.size < 2:
+    def _leaves_room(self, blocks: Sequence[Block]) -> bool:
+        """Whether all kernels of all layers leave room for another one (`FusedLinear.leaves_room`).
+        They are asked together: in one layer that cannot, the CTAs of all others gather.
+        """
+        if self.separate is not None or self.adapters is not None:
             return False
-        device, size = gpu.of(self.buffers.device), self.size
+        inputs = self.size * blocks[0].plan.hidden_size
+        if self.size < FEWEST_BESIDE or inputs < FEWEST_INPUTS:
+            return False
+        device = gpu.of(self.buffers.device)
         return all(
-            isinstance(block.mlp, GatedMlp)
-            and block.delta is None
-            and leaves_room(block.qkv.fused, self.layers[id(block)].shape, size, device, self.chunk)
-            and block.o.fused.leaves_room(size, residual=True)
-            and block.mlp.gate_up.fused.leaves_room(size, norm=True)
-            and block.mlp.down.fused.leaves_room(size, residual=True)
+            block.delta is None
+            and block.plan.adds_plainly
+            and leaves_room(
+                block.qkv.fused, self.layers[id(block)].shape, self.size, device, self.chunk
+            )
+            and block.o.leaves_room(self.size, residual=True)
+            and isinstance(block.mlp, GatedMlp)
+            and block.mlp.leaves_room(self.size)
             for block in blocks
         )
 
@@ -265,6 +283,7 @@ class DecodeStep:
         *,
         pairs: dict[str | None, Tensor],
         separate: str | None = None,
+        beside: bool = True,
     ):
         self.decoder = decoder
         self.rows = rows
@@ -282,9 +301,8 @@ class DecodeStep:
                 pairs=pairs,
                 buffers=buffers,
                 separate=separate,
+                beside=beside,
             )
-        stage = self.stage
-        self.roomy = isinstance(stage, DecodeAttention) and stage.layers_leave_room(decoder.blocks)
         self.hidden = buffers.take("hidden", decoder.config.hidden_size, self.size)
         self.padded_logits = buffers.take("logits", sum(decoder.head.sizes), self.size)
         self.logits = self.padded_logits[:, : decoder.config.vocab_size]
@@ -306,8 +324,7 @@ class DecodeStep:
             for block in decoder.in_turn():
                 if taps is not None:
                     taps.take(block.index, self.hidden)
-                with whole_layers.run(self.roomy):
-                    block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
+                block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
             if taps is not None:
                 taps.take(len(decoder.blocks), self.hidden)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)

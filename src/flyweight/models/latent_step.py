@@ -50,6 +50,7 @@ class LatentDecode:
         self.caches = caches
         self.lengths: Tensor | None = rows.lengths
         self.adapters = rows.adapters
+        self.beside = False
         self.buffers = buffers
         self.size = len(rows.tokens)
         self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.gated_delta.shape import DeltaWeights
-from flyweight.kernels.linear.fused import Norm, PackedInput
+from flyweight.kernels.linear.fused import Handover, Norm, PackedInput
 from flyweight.models.adapters import Adapters
 from flyweight.models.buffers import Buffers
 from flyweight.models.config import ModelConfig
@@ -40,6 +40,10 @@ class Stage(Protocol):
     @property
     def adapters(self) -> Tensor | None:
         """The slot of each row's adapter (`batch.NOBODY`: none); None: nobody has one."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether all kernels of a layer leave each other room on an SM."""
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
         """[..., tokens, hidden] → what o multiplies with: [..., tokens, heads · head_dim]"""
@@ -167,7 +171,10 @@ class Block:
                 return hidden
         out = hidden if in_place else None
         if plan.adds_plainly:
-            hidden = self.o.project(attended, out, residual=hidden, adapters=adapters)
+            handover = Handover(beside=stage.beside)
+            hidden = self.o.project(
+                attended, out, residual=hidden, handover=handover, adapters=adapters
+            )
             out = hidden if in_place else None
             return self.mlp.project(
                 hidden,
@@ -177,6 +184,7 @@ class Block:
                 buffers=buffers,
                 lengths=stage.lengths,
                 adapters=adapters,
+                beside=stage.beside,
             )
         y = self.o.project(attended, adapters=adapters)
         hidden = self._add(hidden, y, plan.after_attention, out)

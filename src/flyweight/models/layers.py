@@ -274,6 +274,19 @@ class Linear:
             return Handover()
         return self.fused.negotiate(before.fused, rows, activation)
 
+    def leaves_room(
+        self,
+        rows: int,
+        *,
+        norm: bool = False,
+        activation: str | None = None,
+        residual: bool = False,
+    ) -> bool:
+        """Whether nothing but one kernel multiplies, beside which another one fits on every SM."""
+        return self.hands_over and self.fused.leaves_room(
+            rows, norm=norm, activation=activation, residual=residual
+        )
+
     @property
     def hands_over(self) -> bool:
         """Whether nobody but the kernels need see x and y."""

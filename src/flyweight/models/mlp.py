@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.linear.fused import Handover, Norm
 from flyweight.models.buffers import Buffers
 from flyweight.models.layers import Linear
 from flyweight.models.plan import Group, MlpPlan
@@ -34,6 +34,11 @@ class GatedMlp:
         """Whether the kernels of such a step may begin before those in front of them have ended."""
         return True
 
+    def leaves_room(self, rows: int) -> bool:
+        """Whether another kernel fits beside each of its own (`FusedLinear.leaves_room`)."""
+        gates = self.gate_up.leaves_room(rows, norm=True, activation=self.plan.activation)
+        return gates and self.down.leaves_room(rows, residual=True)
+
     def project(
         self,
         hidden: Tensor,
@@ -44,11 +49,19 @@ class GatedMlp:
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
         adapters: Tensor | None = None,
+        beside: bool = False,
     ) -> Tensor:
-        """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes."""
+        """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes;
+        `beside`: all kernels of the layer leave each other room.
+        """
         rows = hidden.numel() // hidden.shape[-1]
         adapted = adapters is not None
-        handover = self.down.negotiate(self.gate_up, rows, self.plan.activation, adapted=adapted)
+        activation = self.plan.activation
+        handover = (
+            Handover(beside=True)
+            if beside
+            else self.down.negotiate(self.gate_up, rows, activation, adapted=adapted)
+        )
         between = None
         gates_later = self.gate_up.delta is None or (handover.late or handover.apart) is not None
         if buffers is not None and handover.to is None and gates_later:

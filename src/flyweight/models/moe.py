@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels.linear.experts import GroupedExperts, Routing
+from flyweight.kernels.linear.experts.grouped import GroupedExperts
+from flyweight.kernels.linear.experts.routing import Routing
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.buffers import Buffers
 from flyweight.models.layers import Linear, Weights, load_tensor
@@ -200,9 +201,10 @@ class Experts:
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
         adapters: Tensor | None = None,
+        beside: bool = False,
     ) -> Tensor:
         """residual + experts(norm(hidden)); rows of length 0 are padding. Experts have no adapters:
-        loading refuses them.
+        loading refuses them. Nor do their kernels leave others room.
         """
         if (
             self.grouped is not None

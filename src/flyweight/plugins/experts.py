@@ -3,7 +3,7 @@
     flyweight::experts(x [tokens, hidden], key, shares, chosen [tokens, choices]) → [tokens, hidden]
 
 Where all experts of a layer are in one scheme that our grouped kernels know, they are one call
-(kernels/linear/chosen_experts.py), which waits for nothing and can be captured. Others run one by
+(kernels/linear/experts/chosen.py), which waits for nothing and can be captured. Others run one by
 one (`OneByOne`). A rank has some outputs of gate and up and the same inputs of down, or some
 experts whole: what it returns is its part of the sum.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import dispatch, jit
-from flyweight.kernels.linear.chosen_experts import ChosenExperts
+from flyweight.kernels.linear.experts.chosen import ChosenExperts
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.vptq.slots import Stacked
 from flyweight.plugins import ahead, op

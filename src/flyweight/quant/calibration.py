@@ -29,6 +29,7 @@ class Samples:
     tokens: Tensor  # int64 [samples, length]
     source: str
     seed: int
+    own: int = 0  # of them written by the model itself (own_text.py)
 
     @property
     def digest(self) -> str:
@@ -41,7 +42,7 @@ class Samples:
             "length": self.tokens.shape[1],
             "seed": self.seed,
             "tokens_sha256": self.digest,
-        }
+        } | ({"own": self.own} if self.own else {})
 
 
 def read_text(source: str) -> str:

@@ -36,6 +36,7 @@ from flyweight.quant.grid import fit_group_size
 from flyweight.quant.guards import memory_errors, reproducible
 from flyweight.quant.identity import newest, weights_digest
 from flyweight.quant.options import Options, Setting
+from flyweight.quant.own_text import with_own_text
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import Statistics, layer_error
@@ -167,10 +168,20 @@ class Job:
 
     def samples(self) -> Samples | None:
         """Calibration windows, or None where the recipe needs no text."""
-        source = self.options.calibration
-        seed = self.options.seed
         if not self.recipe.calibrated:
             return None
+        samples = self.text_samples()
+        if not self.recipe.own_text or isinstance(self.source, PresetWeights):
+            return samples
+        with memory_errors("own text"):
+            return with_own_text(
+                samples, self.source.folder, share=self.recipe.own_text, device=self.device
+            )
+
+    def text_samples(self) -> Samples:
+        """Windows of the calibration text, or those that were given."""
+        source = self.options.calibration
+        seed = self.options.seed
         if isinstance(source, Samples):
             return source
         count = self.options.sample_count(self.device)

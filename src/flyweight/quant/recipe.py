@@ -2,7 +2,8 @@
 the same form.
 
 name = "mine" base = "gptq-int4"            # start from a named scheme smooth = 0.8
-# keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, embeddings, served_head
+# keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, own_text, embeddings,
+# served_head
 
 [[layers]]                    # the last line that fits a layer's full name wins, key by key
 match = "*.mlp.down_proj"
@@ -137,6 +138,7 @@ class Recipe:
     tune_rounding: float = 0.0  # how far codes may travel with them
     # an error counts by its share of the hidden state that it is added to, token by token
     relative: bool = False
+    own_text: float = 0.0  # samples that the original writes, for each of the calibration text
     embeddings: str = "keep"  # or a dtype to store embeddings and norms in
     served_head: str = "stored"  # or bits that the head is rounded to when the model is loaded
 
@@ -145,6 +147,8 @@ class Recipe:
             raise OptionError(
                 f'recipe {self.name!r}: smooth is a number or "search", not {self.smooth!r}'
             )
+        if self.own_text < 0:
+            raise OptionError(f"recipe {self.name!r}: own_text is 0 or more, not {self.own_text}")
         if self.embeddings not in ("keep", "float16", "bfloat16", "float32"):
             raise OptionError(
                 f"recipe {self.name!r}: "

@@ -62,6 +62,7 @@ def run_engine(
         signal.signal(number, signal.SIG_IGN)
     warnings.formatwarning = lambda message, *_, **__: f"flyweight: {message}\n"
     from flyweight.engine.llm import LLM
+    from flyweight.engine.warm_up import warm_up
 
     try:
         llm = LLM(model, **options)
@@ -76,23 +77,6 @@ def run_engine(
     slowness = warm_up_seconds if llm.device.type == "cpu" else 0.0
     connection.send(Started(facts(llm) | {"warm_up_seconds": slowness}))
     EngineLoop(llm, connection, patience=patience_for(patience, slowness)).run()
-
-
-def warm_up(llm: LLM) -> None:
-    """Compile, capture and allocate before the first request: decode steps of every size, a greedy
-    and a sampled request.
-    """
-    from flyweight.engine.request import SamplingParams
-
-    llm.warm_up()
-    length = min(llm.engine.max_model_len - 8, llm.engine.scheduler.max_num_batched_tokens + 1)
-    prompts = [[1] * max(1, length), [1, 1, 1]]
-    params = [
-        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
-        SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True),
-    ]
-    llm.generate(prompts, params)
-    llm.engine.pool.forget()
 
 
 def kernels_compiled() -> int:

@@ -27,11 +27,12 @@ def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
     options = [
         "-std=gnu11",
-        "-O0",
+        "-O0",  # optimizing would take longer than running
+        "-Werror",
         "-pthread",
         f"-I{library.SOURCES}",
         *flags,
-    ]  # optimizing would take longer than running
+    ]
     subprocess.run(
         [*command, *options, *sources, "-o", str(program), "-lm"], check=True, capture_output=True
     )
@@ -45,6 +46,19 @@ def test_products_are_right_without_any_vectors(tmp_path: Path):
     program = compile_check(tmp_path, [*found.command], [])
     answer = subprocess.run([program], capture_output=True, text=True)
     assert (answer.returncode, answer.stdout) == (0, "plain C\n")
+
+
+@needs_compiler
+def test_every_source_compiles_without_a_warning():
+    """What one compiler warns of, a newer one refuses: a pointer of another type, since gcc 14."""
+    found = compiler.find_compiler()
+    assert found is not None
+    if found.is_zig:
+        pytest.skip("zig does not stop before it makes code")
+    sources = [str(path) for path in sorted(library.SOURCES.glob("*.c"))]
+    command = [*found.command, *compiler.COMMON, "-fsyntax-only", "-Werror", *sources]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
 
 
 def other_levels_of_this_processor() -> list[str]:
@@ -207,5 +221,7 @@ def test_the_second_process_finds_the_library_of_the_first(monkeypatch):
 )
 def test_the_kernels_use_the_vectors_of_this_processor():
     features = compiler.cpu_features()
-    expected = "plain C" if not processor_flags(platform.machine(), features) else ("neon", "sve", "avx")
+    expected = (
+        "plain C" if not processor_flags(platform.machine(), features) else ("neon", "sve", "avx")
+    )
     assert library.load().instructions().decode().startswith(expected)

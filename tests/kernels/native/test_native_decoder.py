@@ -17,11 +17,11 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import UnsupportedError
 from flyweight.kernels.native import library
+from flyweight.kernels.native.executor import NativeDecoder
 from flyweight.kv_format import KV_FORMATS, KVFormat
 from flyweight.models.config import FAMILIES as KNOWN
-from flyweight.models.native import read_parts
-from flyweight.kernels.native.executor import NativeDecoder
 from flyweight.models.decoder import Decoder
+from flyweight.models.native import read_parts
 from flyweight.models.presets import PresetWeights
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")

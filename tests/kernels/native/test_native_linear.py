@@ -44,47 +44,60 @@ def groups(bits: int, size: int, symmetric: bool, columns: int = 256, **options)
     )
 
 
-WEIGHT_ONLY = {
-    f"int{bits} groups of {size}{' symmetric' if symmetric else ''}": groups(bits, size, symmetric)
-    for bits in (2, 3, 4, 5, 6, 8)
-    for size in (32, 64, 128, -1)
-    for symmetric in (True, False)
-} | {
-    "int4 act-order": groups(4, 64, False, act_order=True),
-    "int4 act-order, last group short": groups(4, 64, False, columns=224, act_order=True),
-    "int4 last group short": groups(4, 128, False, columns=576),
-    "int4 whole rows, ragged": groups(4, -1, False, columns=200),
-    "int8 groups of 16": groups(8, 16, True),
-    "int4 float32 scales": groups(4, 64, False, dtype=torch.float32),
-    "int4 groups of 8": groups(4, 8, False),
-    "int3 act-order": groups(3, 64, False, act_order=True),
-    "int3 last group short": groups(3, 128, False, columns=576),
-    "int3 whole rows, ragged": groups(3, -1, False, columns=129),
-    "int3 float32 scales": groups(3, 64, False, dtype=torch.float32),
-    "int5 groups of 16": groups(5, 16, True),
-} | {
-    f"blocks of {bits} bits, groups of {size} in {count}s{', minima' if mins else ''}": IntBlock.random(
-        (43, 512), bits=bits, group_size=size, groups_of_block=count, mins=mins, sub_bits=4 if bits == 2 else 6
-    )
-    for bits, size, count, mins in [
-        (4, 32, 1, True),
-        (4, 64, 1, True),
-        (5, 32, 1, False),
-        (5, 32, 1, True),
-        (2, 16, 16, True),
-        (3, 16, 16, False),
-        (4, 32, 8, True),
-        (5, 32, 8, True),
-        (6, 16, 16, False),
-    ]
-} | {
-    "blocks with a table": IntBlock.random((43, 512), mins=False, table=KVALUES),
-    "blocks with a table in 8s": IntBlock.random(
-        (43, 512), mins=False, table=KVALUES, groups_of_block=8
-    ),
-    "nvfp4": NvFloat4.random((43, 512)),
-    "mxfp4": Float4.random((43, 96)),
-}
+WEIGHT_ONLY = (
+    {
+        f"int{bits} groups of {size}{' symmetric' if symmetric else ''}": groups(
+            bits, size, symmetric
+        )
+        for bits in (2, 3, 4, 5, 6, 8)
+        for size in (32, 64, 128, -1)
+        for symmetric in (True, False)
+    }
+    | {
+        "int4 act-order": groups(4, 64, False, act_order=True),
+        "int4 act-order, last group short": groups(4, 64, False, columns=224, act_order=True),
+        "int4 last group short": groups(4, 128, False, columns=576),
+        "int4 whole rows, ragged": groups(4, -1, False, columns=200),
+        "int8 groups of 16": groups(8, 16, True),
+        "int4 float32 scales": groups(4, 64, False, dtype=torch.float32),
+        "int4 groups of 8": groups(4, 8, False),
+        "int3 act-order": groups(3, 64, False, act_order=True),
+        "int3 last group short": groups(3, 128, False, columns=576),
+        "int3 whole rows, ragged": groups(3, -1, False, columns=129),
+        "int3 float32 scales": groups(3, 64, False, dtype=torch.float32),
+        "int5 groups of 16": groups(5, 16, True),
+    }
+    | {
+        f"blocks of {bits} bits, groups of {size} in {count}s"
+        f"{', minima' if mins else ''}": IntBlock.random(
+            (43, 512),
+            bits=bits,
+            group_size=size,
+            groups_of_block=count,
+            mins=mins,
+            sub_bits=4 if bits == 2 else 6,
+        )
+        for bits, size, count, mins in [
+            (4, 32, 1, True),
+            (4, 64, 1, True),
+            (5, 32, 1, False),
+            (5, 32, 1, True),
+            (2, 16, 16, True),
+            (3, 16, 16, False),
+            (4, 32, 8, True),
+            (5, 32, 8, True),
+            (6, 16, 16, False),
+        ]
+    }
+    | {
+        "blocks with a table": IntBlock.random((43, 512), mins=False, table=KVALUES),
+        "blocks with a table in 8s": IntBlock.random(
+            (43, 512), mins=False, table=KVALUES, groups_of_block=8
+        ),
+        "nvfp4": NvFloat4.random((43, 512)),
+        "mxfp4": Float4.random((43, 96)),
+    }
+)
 
 AS_DEFINED = {  # the activations are part of the format, so the result is exact either way
     "w8a8": Int8Channel.random((40, 256)),

@@ -10,9 +10,9 @@ import torch
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels.native import library
-from flyweight.models.native import read_parts
 from flyweight.kernels.native.executor import NativeDecoder
 from flyweight.kernels.native.linear import NativeLinear
+from flyweight.models.native import read_parts
 from flyweight.models.presets import PresetWeights
 from flyweight.tensors import IntGroup
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from flyweight.engine.request import Request
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 
 
 class Drafter(Protocol):

@@ -30,10 +30,10 @@ from flyweight.engine.packed import SIZES as PASS_SIZES
 from flyweight.engine.packed import Packed
 from flyweight.engine.request import Request
 from flyweight.engine.runner import Runner
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.head_graphs import HeadGraphs, unsupported_reason
 from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.shared_rows import CAPACITY, SharedRows
+from flyweight.engine.work import Work
 from flyweight.kernels.accept import last_rows
 from flyweight.models.attention import Paged
 from flyweight.models.decoder import Decoder

@@ -10,13 +10,13 @@ import torch
 from flyweight import shortage
 from flyweight.engine.loading import choose_dtype, load_decoder, open_model
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import tap
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.tokenizer import Tokenizer
+from flyweight.engine.work import long_prompts
 from flyweight.errors import OptionError
 from flyweight.models.config import ModelConfig
 

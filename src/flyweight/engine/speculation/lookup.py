@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flyweight.engine.request import Request
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.trial import Trial
+from flyweight.engine.work import Work
 
 LEAST = 3  # tokens that must agree: two are less sure than what others guess
 

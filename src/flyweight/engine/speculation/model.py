@@ -21,7 +21,7 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, State
 from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import is_penalized
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.errors import OptionError
 
 STEP_TOKENS = 2048  # of prompts, computed at once

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flyweight.engine.request import Request
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 
 GRAM = 2  # tokens that must agree, at least
 EARLIER = 5  # with answers to others, of which there are many

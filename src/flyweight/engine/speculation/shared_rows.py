@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import LateDrafts
+from flyweight.engine.work import Work
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.guesses import GuessedRows, SequenceRows, handover
 from flyweight.transfer import Stage, StagedColumns

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from flyweight.engine.request import Request, State
-from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.lengths import (
     MOST_GUESSES,
@@ -18,6 +17,7 @@ from flyweight.engine.speculation.lengths import (
 from flyweight.engine.speculation.lookup import LookupFirst
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.trial import Trial
+from flyweight.engine.work import Work
 
 
 class Speculator:

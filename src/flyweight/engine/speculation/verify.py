@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import GREEDY, SamplingBatch, likeliest, sample
-from flyweight.engine.scheduler import Work
+from flyweight.engine.work import Work
 from flyweight.transfer import upload
 
 

@@ -176,6 +176,7 @@ class AttentionLayer:
     scale: float
     norms: HeadNorms = HeadNorms()
     sinks: Tensor | None = None  # [heads]
+    beside: bool = False  # all kernels of the layer leave each other room on an SM
 
     @property
     def bend_arguments(self) -> tuple[Tensor | float | None, ...]:

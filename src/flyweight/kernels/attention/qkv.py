@@ -27,7 +27,7 @@ from flyweight.kernels.attention.decode import (
     eight_bit_arguments,
     eight_bit_defines,
 )
-from flyweight.kernels.linear import gemv, whole_layers
+from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.choose import route, within_attention
 from flyweight.kernels.linear.fused import FusedLinear, Norm
 from flyweight.kernels.linear.gemv import Plan
@@ -39,8 +39,6 @@ HEAD_DIMS = (64, 128, 256)
 # Where a row alone would have up to so many runs, a CTA takes several rows of a sequence at once
 # (TOGETHER of qkv_attention.cu); more runs are short enough, and cost more to hand over
 TOGETHER = 4
-# Warps of steps of so many rows with x in registers, where layers leave room
-REGISTER_WARPS = {4: 8, 8: 8}
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -135,16 +133,23 @@ def rows_together(shape: HeadShape, chunk: int, device: Gpu) -> int:
 
 
 def linear_plan(
-    weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu, more: int = 0
+    weight: TiledWeight,
+    shape: HeadShape,
+    rows: int,
+    device: Gpu,
+    more: int = 0,
+    *,
+    beside: bool = False,
 ) -> Plan | None:
-    """`more`: bytes of shared memory that are needed besides."""
+    """`more`: bytes of shared memory that are needed besides; `beside`: all kernels of the layer
+    leave each other room.
+    """
     tiles = most_tiles(shape, device)
     own = more + shape.item_heads * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
         own += shape.item_heads * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
-    beside = whole_layers.running()
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
     return gemv.fitting_plan(
         weight.matrix,
@@ -154,22 +159,21 @@ def linear_plan(
         more=own,
         alone=alone and not beside,
         all_warps=True,
-        registers_beside=REGISTER_WARPS.get(rows, 0) if beside else 0,
+        registers_beside=beside,
     )
 
 
 def leaves_room(
     linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu, chunk: int = 1
 ) -> bool:
-    """Whether x of these rows is in registers and another kernel fits beside on the SM, in a step
-    all of whose layers leave room.
+    """Whether this linear and its attention have a kernel beside which another one fits on every
+    SM (`FusedLinear.leaves_room`).
     """
-    if not isinstance(linear, TiledLinear) or not linear.measured_in_layers:
+    if not isinstance(linear, TiledLinear):
         return False
     more = chunk_bytes(shape, chunk, device)
-    with whole_layers.run():
-        found = linear_plan(linear.weight, shape, rows, device, more)
-    return found is not None and found.beside
+    found = linear_plan(linear.weight, shape, rows, device, more, beside=True)
+    return found is not None and gemv.leaves_room(found, device)
 
 
 def unsupported_reason(
@@ -238,7 +242,7 @@ def qkv_attention(
     adapted = rows.adapted
     chunk = chunk_of(count, shared=rows.before is not None)
     more = chunk_bytes(shape, chunk, device) + (adapted.shared_bytes(tiles) if adapted else 0)
-    chosen = linear_plan(weight, shape, count, device, more)
+    chosen = linear_plan(weight, shape, count, device, more, beside=layer.beside)
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
     x, arranged = linear.arranged(x, norm)
     assert arranged is not None
@@ -276,7 +280,7 @@ def qkv_attention(
         norm.epsilon,
         float(layer.scale),
         rows.tables.shape[1],
-        gemv.tickets(weight, count, x.device),
+        gemv.tickets(weight, count, x.device, beside=layer.beside),
         *((rows.before,) if chunk > 1 else ()),
         *eight_bit_arguments(cache),
         *layer.bend_arguments,

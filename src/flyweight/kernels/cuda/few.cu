@@ -1,9 +1,11 @@
 // y[r, n] = sum_k x[r, k] · W[n, k] for up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8; x as it lies in memory: no
 // kernel before it.
 //
-// Work split: a cluster of two CTAs has some tiles of 16 outputs, each CTA one half of their inputs.
+// Work split: a cluster of two CTAs has some tiles of 16 outputs, each CTA one half of their inputs. Of an odd number of groups the
+// first CTA has one more.
 //
 //      stage = one tile × 128 inputs for each warp of a team, two copies; all tiles, then the next inputs
+//              RAGGED: of the last inputs some warps have none, no bytes come for them, and their sums are zeros
 //      WARPS that multiply:   TEAM of them share a stage; their inputs of x stay where they are from tile to tile, of 8 rows in
 //                             registers, of the next 8 in shared memory. Sums take the place of the weights they are made of
 //      a warp that ends:      adds the sums of the others up, sends them to the CTA whose tile it is, or writes the outputs
@@ -18,11 +20,18 @@
 // other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. With a norm it is faster
 // than batch.cu where all kernels of a layer leave each other room, and slower elsewhere; W8A8's qkv made steps slower: it has none.
 //
-// NORM: x is multiplied with the norm's weights on its way into registers; warps tell both CTAs the squares of their inputs, and
-// sums get the norm's factor at the end.
+// NORM: x is multiplied with the norm's weights on its way into registers; warps tell both CTAs the squares of all their inputs, of
+// several turns in the last one, and sums get the norm's factor at the end.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, NORM (0), EPILOGUE, BIAS, SETS (of 8 rows), WARPS, TEAM, ROUND, STAGES, HELD, SHARED_BYTES
+// BESIDE: registers are those of a kernel with 16 warps. Of two kernels on an SM the other may be one with fewer warps and more registers
+// (qkv_attention.cu with x in them), and registers are given out by quarters of an SM.
+//
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, NORM (0), EPILOGUE, BIAS, BESIDE (0), SETS (of 8 rows), WARPS, TEAM, ROUND, STAGES, HELD,
+// SHARED_BYTES
 #define CLUSTER 2
+#ifndef BESIDE
+#define BESIDE 0
+#endif
 #ifndef NORM
 #define NORM 0
 #endif
@@ -45,17 +54,19 @@ typedef float accumulator;
 typedef float4 sum4;
 #endif
 
-constexpr int GROUPS = KDIM / 128, HALF = GROUPS / CLUSTER, TURNS = HALF / WARPS;
+constexpr int GROUPS = KDIM / 128, HALF = (GROUPS + CLUSTER - 1) / CLUSTER, TURNS = (HALF + WARPS - 1) / WARPS;
+constexpr bool RAGGED = GROUPS != CLUSTER * TURNS * WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
 constexpr int NORMS = NORM ? 4 : 1;  // 16 bytes of the norm's weights, in a lane
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
-constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + (QUANTIZED ? 0 : TEAM * 64);
+constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORD_BYTES = QUANTIZED ? 0 : 64;  // of a tile × 128 inputs
+constexpr int RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = TEAM * (UNIT_BYTES + RECORD_BYTES);
 constexpr bool TELLS = QUANTIZED || NORM;  // warps tell both CTAs something of every row
 static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE, "what this is for");
-static_assert(!(NORM || GATE_UP) || (!QUANTIZED && SETS == 1 && TURNS == 1 && !(NORM && FP16)), "one set and one turn; x times the norm's weights is no float16");
-static_assert(KDIM % (CLUSTER * 128) == 0 && NDIM % 16 == 0, "whole groups and tiles");
-static_assert(WARPS % TEAM == 0 && HALF % WARPS == 0, "stages are whole");
+static_assert(!(NORM || GATE_UP) || (!QUANTIZED && SETS == 1 && !(NORM && FP16)), "one set; x times the norm's weights is no float16");
+static_assert(KDIM % 128 == 0 && NDIM % 16 == 0, "whole groups and tiles");
+static_assert(WARPS % TEAM == 0 && WARPS <= 16, "teams are whole");
 static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums fit where weights were; a barrier for each stage");
 
 struct __align__(128) Shared {
@@ -71,10 +82,13 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 // The part of the work that is this CTA's. Tiles of a cluster end in its CTAs by turns.
 struct Part {
   int rank, first_tile, count;
+  int first_unit, units;  // of 128 inputs
+  DEVICE int left(int unit, int most) const { return !RAGGED ? most : max(0, min(most, units - unit)); }  // of our units from one on
 };
 DEVICE Part part_of(int cta, int ctas) {
   const int groups = ctas / CLUSTER, group = cta / CLUSTER, tile = group * TILES / groups;
-  return {cta % CLUSTER, tile, (group + 1) * TILES / groups - tile};
+  const int rank = cta % CLUSTER;
+  return {rank, tile, (group + 1) * TILES / groups - tile, rank * HALF, rank ? GROUPS - HALF : HALF};
 }
 DEVICE sum4 sum_of(sum4 a, sum4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
@@ -88,10 +102,13 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
   for (int i = 0; i < part.count * TURNS * TEAMS; i++) {
     if (i == STAGES - HELD) wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.rank * HALF + unit + team * TEAM;
-    copy_begin(&sh.full[slot], STAGE_BYTES, lane);
-    copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, RECORDS_AT, &sh.full[slot], lane);
-    if (!QUANTIZED) copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, TEAM * 64, &sh.full[slot], lane);
+    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.first_unit + unit + team * TEAM;
+    const int units = part.left(unit + team * TEAM, TEAM);
+    copy_begin(&sh.full[slot], units * (UNIT_BYTES + RECORD_BYTES), lane);
+    if (units) {
+      copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, units * UNIT_BYTES, &sh.full[slot], lane);
+      if (!QUANTIZED) copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, units * RECORD_BYTES, &sh.full[slot], lane);
+    }
     if (++team == TEAMS) team = 0, tile++;
     if (tile == part.count) tile = 0, unit += WARPS;
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -100,13 +117,19 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
   wait_for_inputs();
 }
 
-// What the four lanes of a row have found goes to both CTAs; `unit`: which 128 inputs it is about. The other CTA must be there.
-DEVICE void tell(Shared& sh, float found, int unit, int lane) {
+// The 128 inputs that a warp has in a turn, where there are any.
+struct Place {
+  int unit, warp, teller;
+  bool there, last;  // it has inputs; no turn follows
+};
+
+// What the four lanes of a row have found goes to both CTAs; `teller`: which warp of a cluster's. The other CTA must be there.
+DEVICE void tell(Shared& sh, float found, int teller, int lane) {
   u32 four[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) four[i] = __float_as_uint(__shfl_sync(~0u, found, lane / 16 * 16 + i * 4));
   if (lane % 16 < CLUSTER)  // of four rows, to each CTA by a lane
-    send_in_cluster(&sh.told[unit][lane / 16], &sh.known, lane % 16, make_uint4(four[0], four[1], four[2], four[3]));
+    send_in_cluster(&sh.told[teller][lane / 16], &sh.known, lane % 16, make_uint4(four[0], four[1], four[2], four[3]));
 }
 DEVICE float sum_of_four(float sum) {  // lanes
   sum += __shfl_xor_sync(~0u, sum, 1);
@@ -129,13 +152,13 @@ DEVICE float largest_of(const Shared& sh, int row, int lane) {  // by all warps
   for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = largest(most, ((const float*)sh.told[i])[row]);
   return largest_of_four(most);
 }
-DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&)[NORMS], int unit, int rows, int, int lane) {
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&)[NORMS], float&, Place place, int rows, int lane) {
   const int row = lane / 4;
   uint4 x[4] = {};
   float most = 0;
-  if (row < rows)
+  if (row < rows && place.there)
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i * 4 + lane % 4];
+    for (int i = 0; i < 4; i++) x[i] = ((const uint4*)(a.x + (size_t)row * KDIM))[place.unit * 16 + i * 4 + lane % 4];
   __syncwarp();
   cluster_wait();  // the other CTA is there
 #pragma unroll
@@ -145,7 +168,7 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&)
 #pragma unroll
     for (int j = 0; j < 8; j++) most = largest(most, fabsf(v[j]));
   }
-  tell(sh, largest_of_four(most), unit, lane);
+  tell(sh, largest_of_four(most), place.teller, lane);
   barrier_wait(&sh.known, 0);
   most = largest_of(sh, row, lane);
 #pragma unroll
@@ -183,15 +206,15 @@ DEVICE uint4 weighed(uint4 x, uint4 weight, float& squares) {
   }
   return make_uint4(of[0], of[1], of[2], of[3]);
 }
-DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&norm)[NORMS], int unit, int rows, int warp, int lane) {
-  uint4* moved = sh.x[warp];
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&norm)[NORMS], float& squares, Place place, int rows,
+                        int lane) {
+  uint4* moved = sh.x[place.warp];
   u32 all[SETS][8][2];
-  float squares = 0;
 #pragma unroll
   for (int i = 0; i < SETS * 4; i++) {
     const int row = i / 4 * 8 + lane / 4;
     uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < rows) x = ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i % 4 * 4 + lane % 4];
+    if (row < rows && place.there) x = ((const uint4*)(a.x + (size_t)row * KDIM))[place.unit * 16 + i % 4 * 4 + lane % 4];
     if (NORM) x = weighed(x, norm[i % NORMS], squares);
     u32(&to)[8][2] = all[i / 4];
     to[i % 4 * 2][0] = x.x, to[i % 4 * 2][1] = x.y, to[i % 4 * 2 + 1][0] = x.z, to[i % 4 * 2 + 1][1] = x.w;
@@ -215,10 +238,10 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&n
       moved[((set - 1) * 4 + i) * 32 + lane] = make_uint4(first[0], first[1], second[0], second[1]);
     }
   }
-  if (NORM) {
+  if (NORM && place.last) {
     __syncwarp();
     cluster_wait();  // the other CTA is there
-    tell(sh, sum_of_four(squares), unit, lane);
+    tell(sh, sum_of_four(squares), place.teller, lane);
   }
 }
 
@@ -266,25 +289,42 @@ DEVICE void multiply_unit(u8* unit, const u32* records, const Inputs& in, const 
   }
 }
 #endif
+DEVICE void load_norm(uint4 (&norm)[NORMS], const Linear& a, const Place& place, int lane) {
+#pragma unroll
+  for (int i = 0; i < (NORM ? NORMS : 0); i++) {
+    norm[i] = make_uint4(0, 0, 0, 0);
+    if (place.there) norm[i] = ((const uint4*)a.norm)[place.unit * 16 + i * 4 + lane % 4];
+  }
+}
+DEVICE Place place_in(const Part& part, int turn, int warp) {
+  const int unit = turn * WARPS + warp;
+  return {part.first_unit + unit, warp, part.rank * WARPS + warp, part.left(unit, 1) > 0, turn == TURNS - 1};
+}
 DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, int warp, int lane) {
   const int member = warp % TEAM;
   int slot = warp / TEAM;
   u32 parity = 0;
   uint4 norm[NORMS];
-#pragma unroll
-  for (int i = 0; i < (NORM ? NORMS : 0); i++) norm[i] = ((const uint4*)a.norm)[(part.rank * HALF + warp) * 16 + i * 4 + lane % 4];
+  float squares = 0;
+  load_norm(norm, a, place_in(part, 0, warp), lane);
   wait_for_inputs();
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
+    const Place place = place_in(part, turn, warp);
+    if (turn) load_norm(norm, a, place, lane);
     Inputs in;
-    load_inputs(in, sh, a, norm, part.rank * HALF + turn * WARPS + warp, rows, warp, lane);
+    load_inputs(in, sh, a, norm, squares, place, rows, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];
       // Another team's stage may still be on its way to this slot: only when that is done with, `parity` means what it says
       if (STAGES % TEAMS) barrier_wait(&sh.empty[slot], parity ^ 1);
       barrier_wait(&sh.full[slot], parity);
-      multiply_unit(stage + member * UNIT_BYTES, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
+      u8* unit = stage + member * UNIT_BYTES;
+      if (place.there)
+        multiply_unit(unit, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
+      else
+        for (int set = 0; set < SETS; set++) ((uint4*)unit)[set * 32 + lane] = make_uint4(0, 0, 0, 0);
       named_arrive(1 + slot, SUMMING);
       if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
     }
@@ -361,21 +401,24 @@ DEVICE float row_factor(const Shared& sh, const Linear& a, int lane) {
   return rsqrtf(sum_of_four(squares) / KDIM + a.epsilon);
 #endif
 }
+// Of the rows of this lane's sums, when all warps have told what they know.
+DEVICE void take_factors(float (&factors)[2], Shared& sh, const Linear& a, int lane) {
+  barrier_wait(&sh.known, 0);
+  const float factor = row_factor(sh, a, lane);
+#pragma unroll
+  for (int i = 0; i < 2; i++) factors[i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
+}
 DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, int lane) {
   End end;
   end.tile = -1;
   wait_for_inputs();  // the residual
   cluster_wait();     // the other CTA is there
   float factors[SETS][2] = {};
-  if constexpr (TELLS) {
-    barrier_wait(&sh.known, 0);
-    const float factor = row_factor(sh, a, lane);
-#pragma unroll
-    for (int i = 0; i < 2; i++) factors[0][i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
-  }
   int slot = 0;
 #pragma unroll 1
-  for (int turn = 0; turn < TURNS; turn++)
+  for (int turn = 0; turn < TURNS; turn++) {
+    if constexpr (TELLS)
+      if (turn == TURNS - 1) take_factors(factors[0], sh, a, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       sum4 sums[SETS];
@@ -400,10 +443,11 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
           send_in_cluster(&sh.exchange[there][set][lane], &sh.exchanged[there], 1 - part.rank, *(const uint4*)&sums[set]);
       }
     }
+  }
   finish(sh, end, a, part, factors, rows, lane);  // so nobody leaves before what is sent to this CTA has come
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 2)
+extern "C" __global__ void __launch_bounds__(((BESIDE ? 16 : WARPS) + 2) * 32, 2)
 few(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
     const u16* residual, u16* Y, float epsilon, int rows, u32* turns) {
 #if __CUDA_ARCH__ >= 900

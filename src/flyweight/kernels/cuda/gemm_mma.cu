@@ -16,7 +16,7 @@
 // Limit: the matrix units; shared memory where a warp has few tiles and tokens; the instructions of codes where it has few tokens.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, OUT_WARPS, TOKEN_WARPS, PER_WARP,
-// COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0)
+// COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0), WORKING (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "words.cuh"
@@ -297,9 +297,9 @@ DEVICE void take_partials(Sums& sums, uint4* mail, int tile, int n_tiles) {
   constexpr int AT_ONCE = PIECES <= MOST ? PIECES : PIECES % MOST == 0 ? MOST : PIECES % 4 == 0 ? 4 : 1;
   constexpr int OTHERS = PIECES < MOST ? MOST / PIECES : 1;
   const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
-  const int last = (int)(((unsigned long long)stop * gridDim.x - 1) / units);  // the CTA that has unit stop - 1
+  const int last = (int)(((unsigned long long)stop * working() - 1) / units);  // the CTA that has unit stop - 1
   auto works = [&](int cta) {  // there may be more CTAs than units
-    return cta <= last && (units >= (int)gridDim.x || unit_begin(cta, units) < unit_begin(cta + 1, units));
+    return cta <= last && (units >= (int)working() || unit_begin(cta, units) < unit_begin(cta + 1, units));
   };
 #pragma unroll 1
   for (int cta = blockIdx.x + 1; cta <= last; cta += OTHERS) {
@@ -331,6 +331,7 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
          const u16* residual, u16* Y, uint4* mail, const int* expert_of, const int* tiles, int rows, int groups LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
+  if (WORKING && blockIdx.x >= WORKING) return stay();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_tile = warp % OUT_WARPS * PER_WARP, first_column = warp / OUT_WARPS * COLUMNS;
   launch_dependents();

@@ -1,14 +1,20 @@
 // How the tiles of gemm.cu and gemm_mma.cu are shared out over the CTAs. Needs M_TILES, STAGE_COUNT, SPLIT, SLICED, CLUSTER, EXPERTS (and UNITS_BY_PARTS, 0).
 
+// Where WORKING is not 0 only so many CTAs have a part, so that tiles begin and end with CTAs and fewer share one.
+#ifndef WORKING
+#define WORKING 0
+#endif
+DEVICE u32 working() { return WORKING ? WORKING : gridDim.x; }
+
 // What part of which tile a CTA has.
 struct Segment {
   int m, n, begin, end;  // tile; stages
   int expert = 0;
 };
 #if UNITS_BY_PARTS  // the same without a division of 64 bits
-DEVICE int unit_begin(u32 cta, u32 units) { return cta * (units / gridDim.x) + cta * (units % gridDim.x) / gridDim.x; }
+DEVICE int unit_begin(u32 cta, u32 units) { return cta * (units / working()) + cta * (units % working()) / working(); }
 #else
-DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
+DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / working()); }
 #endif
 DEVICE Segment place(int tile, int n_tiles) {
   constexpr int side = 8;  // token tiles side by side, for L2

@@ -58,13 +58,14 @@
 #if KERNEL == STAGED
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     PART(0), PART(1), PART(2), const u16* x, const u16* norm, const u16* bias, const u16* rest, u16* y, float epsilon, int rows,
-    int in_features, int width, int length, int chunks, int phase, int x_columns, int dense_steps MAIL) {
+    int in_features, int width, int length, int chunks, int phase, int x_columns, int dense_steps MAIL LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
   __shared__ u64 barrier;
   __shared__ Totals totals;
   char* const shared = (char*)raw;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
+  BEGIN_LAUNCH;
   launch_dependents();
   stage_book(shared, part.book, &barrier);
 
@@ -156,18 +157,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
       if (at >= 0) y[at] = to_bits(totals.finish(sum, inner / OUTPUTS) + (i == threadIdx.x ? added : out.added(at)));
     }
   }
+  end_launch(THREADS);
 }
 #elif KERNEL == DIRECT
 // One row block per CTA, one row of x; no codebook in shared memory. Outlier columns are left to the staged kernel.
 extern "C" __global__ void __launch_bounds__(THREADS) vptq_direct(
     const char* stream, const uint4* book, const uint4* residual, const u32* affine, const u16* source, const u16* x, u16* y,
-    int rows, int in_features, int out_features, int length, int chunks) {
+    int rows, int in_features, int out_features, int length, int chunks LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
   char* const shared_x = (char*)raw;
   __shared__ uint4 shared_residual[RES_BITS ? PIECES << RES_BITS : 1];
   __shared__ float partial[WARPS][OUTPUTS];
   __shared__ Totals totals;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  BEGIN_LAUNCH;
   launch_dependents();
   u32 words[WORDS], v[CHUNK];
   uint4 entry[CHUNK][PIECES];
@@ -220,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_direct(
     const int at = out.place(blockIdx.x, threadIdx.x);
     if (at >= 0) y[at] = to_bits(sum);
   }
+  end_launch(THREADS);
 }
 #elif KERNEL == SLICED
 // CTA (part, slice): the codebook slice in shared memory, all of x, and the lists of its row blocks, one warp a block.
@@ -228,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_direct(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
     const u32* stream, const int* offsets, const char* book, const uint4* residual, const uint4* dense, const u32* affine,
     const u16* source, const u16* x, u16* y, float* workspace, int* arrived, int rows, int in_features, int out_features, int length,
-    int row_blocks, int slices, int residual_books, int ranges, int range, int dense_begin, int dense_steps) {
+    int row_blocks, int slices, int residual_books, int ranges, int range, int dense_begin, int dense_steps
+    LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
   char* const shared = (char*)raw;
   __shared__ u64 barrier;
@@ -236,6 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
   __shared__ int is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slice = blockIdx.x % slices, part = blockIdx.x / slices;
   const int parts = gridDim.x / slices;
+  BEGIN_LAUNCH;
   launch_dependents();
   stage_book(shared, book + (size_t)slice * BOOK_BYTES, &barrier);
   Residual residuals;
@@ -297,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
   __syncthreads();
   if (threadIdx.x == 0) is_last = atomicAdd(arrived + part, 1) == slices - 1;
   __syncthreads();
-  if (!is_last) return;
+  if (!is_last) return end_launch(THREADS);
   __threadfence();
   const Outputs out = {nullptr, nullptr, y, out_features, 0, out_features, length, rows};
   for (int i = threadIdx.x; i < (block1 - block0) * SUMS; i += THREADS) {
@@ -309,5 +315,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
     if (at >= 0) y[at] = to_bits(sum);
   }
   if (threadIdx.x == 0) arrived[part] = 0;  // ready for the next launch
+  end_launch(THREADS);
 }
 #endif

@@ -6,56 +6,75 @@
 // keeps what lowers 20 · (fullest bank) + sum of squares over the two steps, or, while it is hot, what raises it a
 // little. Cycles a step for random entries, windows of 4, 8, 16 steps, counted over 4000 windows: 2.6 unordered; annealed
 // 1.82, 1.58, 1.42, with a second copy 1.15, 1.07, 1.04. No order of one copy is below 1.76, 1.53, 1.37.
+// RESIDUALS: where there are fewer than eight copies of the residual book its lookups clash, too; both are counted and added.
+// In windows of 8 steps, four copies, main and residual cycles: 1.58 + 1.94 by main entries alone, 1.60 + 1.38 by both.
 // DEQUANTIZE. W[n][stored column] · scale + bias, for many rows of x: a CTA decodes a piece of one row block into
 // shared memory and writes it out row by row. The codebook is read through L1 and L2.
 //
-// defines: KERNEL, those of vptq.cuh; SCHEDULE needs only POS_BITS and LANES (8 or 16)
+// defines: KERNEL, those of vptq.cuh; SCHEDULE needs only POS_BITS, LANES (8 or 16) and RESIDUALS (0; 1 with 8 lanes)
 #define SCHEDULE 0
 #define DEQUANTIZE 1
 #define DEQUANTIZE_SLICED 2
 #if KERNEL == SCHEDULE
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#ifndef RESIDUALS
+#define RESIDUALS 0
+#endif
+#include "common.cuh"
 constexpr int W = 1 << POS_BITS, THREADS = 64;
 // words of a thread; odd, so that threads start in different banks
-constexpr int STRIDE = LANES / 8 * W + LANES / 2 * W + 1;
+constexpr int COUNTED = LANES / 8 + RESIDUALS;  // words of a step
+constexpr int STRIDE = COUNTED * W + LANES / 2 * W + 1;
 
 // counts: a nibble a bank, in one word for each eight. Where 16 lanes take the same entry one carries: the order is worse, no more.
-struct Counts { u32 word[LANES / 8]; };
-__device__ __forceinline__ int fullest(u32 counts) {
+// RESIDUALS: the last word is of the residual book's banks.
+struct Counts { u32 word[COUNTED]; };
+DEVICE int fullest(u32 counts) {
   u32 m = __vmaxu4(counts & 0x0f0f0f0f, counts >> 4 & 0x0f0f0f0f);
   m = __vmaxu4(m, m >> 16);
   return max(m & 0xff, m >> 8 & 0xff);
 }
-__device__ __forceinline__ int energy(const Counts& counts) {
+DEVICE int energy(const Counts& counts) {
   int squares = 0, most = 0;
 #pragma unroll
-  for (int i = 0; i < LANES / 8; i++) {
+  for (int i = 0; i < COUNTED; i++)
 #pragma unroll
     for (int b = 0; b < 8; b++) squares += (counts.word[i] >> 4 * b & 15) * (counts.word[i] >> 4 * b & 15);
-    most = max(most, fullest(counts.word[i]));
-  }
+#pragma unroll
+  for (int i = 0; i < LANES / 8; i++) most = max(most, fullest(counts.word[i]));
+  if (RESIDUALS) most += fullest(counts.word[COUNTED - 1]);  // one lookup after the other
   return 20 * most + squares;
 }
-__device__ __forceinline__ Counts moved(Counts counts, u32 from, u32 to) {
+DEVICE Counts moved(Counts counts, u32 from, u32 to) {
   counts.word[from / 8] -= 1u << 4 * (from % 8);
   counts.word[to / 8] += 1u << 4 * (to % 8);
   return counts;
 }
-// banks [groups][LANES][W]: bank of the entry, and of its copy (or the same) in the high half.
-// order, same shape: at each step the item that is taken, and 128 where from the copy.
-extern "C" __global__ void __launch_bounds__(THREADS) vptq_schedule(const u8* banks, u8* order, int groups, int iterations) {
+// The same of a whole item, by its bits as in `items`.
+DEVICE Counts exchanged(Counts counts, u32 from, u32 to) {
+  counts = moved(counts, from >> 4 & 15, to >> 4 & 15);
+  if (RESIDUALS) {
+    counts.word[COUNTED - 1] -= 1u << 4 * (from >> 13);
+    counts.word[COUNTED - 1] += 1u << 4 * (to >> 13);
+  }
+  return counts;
+}
+// banks [groups][LANES][W]: bank of the entry, and of its copy (or the same) in the high half; residuals, same shape: of the lane's
+// copy of its residual entry. order, same shape: at each step the item that is taken, and 128 where from the copy.
+extern "C" __global__ void __launch_bounds__(THREADS)
+vptq_schedule(const u8* banks, const u8* residuals, u8* order, int groups, int iterations) {
   __shared__ u32 memory[THREADS * STRIDE];
   const int group = blockIdx.x * THREADS + threadIdx.x;
   if (group >= groups) return;
   Counts* const counts = (Counts*)(memory + threadIdx.x * STRIDE);  // [W]
-  u16* const items = (u16*)(counts + W);  // [LANES][W]: index | bank << 4 | other bank << 8 | from the copy << 12
+  // [LANES][W]: index | bank << 4 | other bank << 8 | from the copy << 12 | residual's bank << 13
+  u16* const items = (u16*)(counts + W);
   for (int s = 0; s < W; s++) counts[s] = {};
   for (int i = 0; i < LANES * W; i++) {
     const u32 b = banks[(size_t)group * LANES * W + i];
-    items[i] = i % W | (b & 15) << 4 | (b >> 4 & 15) << 8;
+    const u32 residual = RESIDUALS ? residuals[(size_t)group * LANES * W + i] & 7 : 0;
+    items[i] = i % W | (b & 15) << 4 | (b >> 4 & 15) << 8 | residual << 13;
     counts[i % W].word[(b & 15) / 8] += 1u << 4 * (b & 7);
+    if (RESIDUALS) counts[i % W].word[COUNTED - 1] += 1u << 4 * residual;
   }
   u32 random = group * 2654435761u + 12345;
   for (int it = 0; it < iterations; it++) {
@@ -69,13 +88,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_schedule(const u8* ba
       const Counts changed = moved(counts[s], bank, other);
       if (energy(changed) - energy(counts[s]) > allowed) continue;
       counts[s] = changed;
-      a = (a & 15) | other << 4 | bank << 8 | ((a & 4096) ^ 4096);
+      a = (a & 0xf00f) ^ 4096 | other << 4 | bank << 8;
     } else {
       const int t = (s + 1 + (random >> 20) % (W - 1)) & (W - 1);
       u16 &b = items[lane * W + t];
-      const u32 there = b >> 4 & 15;
-      if (bank == there) continue;
-      const Counts at_s = moved(counts[s], bank, there), at_t = moved(counts[t], there, bank);
+      if (bank == (b >> 4 & 15) && a >> 13 == b >> 13) continue;
+      const Counts at_s = exchanged(counts[s], a, b), at_t = exchanged(counts[t], b, a);
       if (energy(at_s) + energy(at_t) - energy(counts[s]) - energy(counts[t]) > allowed) continue;
       counts[s] = at_s, counts[t] = at_t;
       const u16 taken = a;

@@ -164,9 +164,12 @@ DEVICE float scaled(const Loaded& l, const Eight& e, int j, Sums& sums) {
 DEVICE void stage_turned(Sums (&sums)[ROWS], char* to, const Inputs& in, int first, int units) {
   const int half = threadIdx.x / 32 % 2;
   Sums own[4] = {};
-  for (int unit = threadIdx.x / 64 * 32 + threadIdx.x % 32; unit < units; unit += THREADS / 2) {
-    const Eight e = load_eight(in, first + 8 * unit);
+  // by whole warps, as the wait wants them
+  for (int unit = threadIdx.x / 64 * 32 + threadIdx.x % 32; unit - threadIdx.x % 32 < units; unit += THREADS / 2) {
+    Eight e = {};
+    if (unit < units) e = load_eight(in, first + 8 * unit);
     wait_for_inputs();
+    if (unit >= units) break;
     Loaded l[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) l[r] = load_x(in, e, 4 * half + r, first + 8 * unit);
@@ -194,7 +197,7 @@ DEVICE void stage_x(Sums (&sums)[ROWS], char* to, int plane, const Inputs& in, i
     stage_turned(sums, to, in, first, units);
     return;
   }
-  for (int begin = threadIdx.x; begin < units; begin += BATCH * THREADS) {
+  for (int begin = threadIdx.x; begin - threadIdx.x % 32 < units; begin += BATCH * THREADS) {  // whole warps, as the wait wants them
     Eight eights[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; b++)

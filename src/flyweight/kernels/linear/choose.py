@@ -20,7 +20,6 @@ from flyweight.kernels.linear import (
     gemv,
     gemv_cluster,
     gemv_splitk,
-    whole_layers,
 )
 from flyweight.kernels.linear.tiles import Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Route
@@ -68,6 +67,7 @@ class Fusion:
 
     norm: bool = False
     residual: bool = False
+    beside: bool = False  # all kernels of the layer leave each other room on an SM
 
 
 PLAIN = Fusion()
@@ -109,12 +109,12 @@ def within_attention(matrix: Matrix, rows: int, device: Gpu) -> bool:
 
 
 def choose(weight: TiledWeight, rows: int, device: Gpu, fusion: Fusion = PLAIN) -> Choice:
-    return _choose(weight.outline, rows, device, fusion, whole_layers.running())
+    return _choose(weight.outline, rows, device, fusion)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion, within: bool) -> Choice:
-    if within and _runnable("gemv_cluster", weight, rows, device, fusion):
+def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion) -> Choice:
+    if fusion.beside and _runnable("gemv_cluster", weight, rows, device, fusion):
         return Choice("gemv_cluster", "all linears of a layer leave each other room")
     wanted = route(weight.matrix, rows, device, residual=fusion.residual, gated=weight.interleaved)
     for kernel in NEXT[wanted.kernel]:
@@ -139,7 +139,9 @@ def _runnable(kernel: str, weight: Outline, rows: int, device: Gpu, fusion: Fusi
             return None
         return whole_or_split(matrix, rows, device)
     if kernel == "gemv_cluster":
-        reason = gemv_cluster.unsupported_reason(weight, rows, device, norm=fusion.norm)
+        reason = gemv_cluster.unsupported_reason(
+            weight, rows, device, norm=fusion.norm, beside=fusion.beside
+        )
         return kernel if reason is None else None
     if kernel == "gemm_small":
         return kernel if gemm_small.choose(matrix, rows, device) else None

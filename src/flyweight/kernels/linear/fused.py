@@ -59,12 +59,14 @@ class PackedInput:
 class Handover:
     """How gate/up hands its result to down: into `to`, or as gate and up, whose activation (`late`)
     down applies itself. `apart`: gate/up applies it in its own kernel, though the two are halves of
-    its weight.
+    its weight. `beside`: this linear, like all kernels of its layer, leaves room for another one on
+    every SM (`leaves_room`).
     """
 
     to: PackedInput | None = None
     late: str | None = None
     apart: str | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +170,18 @@ class FusedLinear:
         """
         return False
 
-    def leaves_room(self, rows: int, *, norm: bool = False, residual: bool = False) -> bool:
-        """Whether another kernel fits beside this one on every SM, in a step all of whose layers
-        leave room (whole_layers.py).
+    def leaves_room(
+        self,
+        rows: int,
+        *,
+        norm: bool = False,
+        activation: str | None = None,
+        residual: bool = False,
+    ) -> bool:
+        """Whether this linear has a kernel beside which another one fits on every SM, which pays
+        where that holds for all kernels of a layer: one that needs an SM for itself among them
+        would undo it. Where an SM is free early, two CTAs of the next kernel gather there and wait
+        for each other.
         """
         return False
 

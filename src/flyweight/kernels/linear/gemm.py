@@ -142,7 +142,7 @@ class Ends:
     norm: bool = False
     epilogue: str = "store"
     to: Order | None = None  # results are packed x
-    experts: bool = False  # rows in tiles of one expert each (experts.py)
+    experts: bool = False  # rows in tiles of one expert each (experts/)
 
 
 def kernels(

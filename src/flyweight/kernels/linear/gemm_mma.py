@@ -46,6 +46,7 @@ class Cut:
     split: int
     shared: int
     microseconds: float = 0.0
+    working: int = 0  # thread blocks that share the line; 0: all
 
     def grid(self, processors: int) -> int:
         return processors * self.tile.blocks
@@ -109,8 +110,31 @@ def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -
             stages = min(MOST_STAGES, room // stage)
             if stages >= least:
                 cut = Cut(tile, count, stages, split, stages * stage)
-                return replace(cut, microseconds=estimate(matrix, rows, cut, device))
+                return replace(
+                    cut,
+                    microseconds=estimate(matrix, rows, cut, device),
+                    working=aligned(matrix, rows, cut, device) if split == LINE else 0,
+                )
     return None
+
+
+def aligned(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> int:
+    """So many thread blocks that each has a part of one tile only, where the longest part is no
+    longer than with all of them; 0 where there is no such number. Fewer hand sums over for a tile,
+    and their owner asks for them one after the other. Where the next kernel begins on the
+    multiprocessors that are free it is all of them: it would begin on those without a part, and
+    not spread over all.
+    """
+    if cut.tile.beside:
+        return 0
+    slots = cut.grid(device.processors)
+    tiles = math.ceil(matrix.out_features / cut.tile.outputs) * math.ceil(rows / cut.tile.tokens)
+    each = slots // tiles  # of a tile
+    stages = matrix.blocks // cut.stage_blocks
+    if each < 1 or each * tiles == slots:
+        return 0
+    longest = math.ceil(tiles * stages / slots)
+    return each * tiles if math.ceil(stages / each) <= longest else 0
 
 
 def _whole_stages(matrix: Matrix, count: int) -> bool:
@@ -235,6 +259,7 @@ def _product_kernel(weight: TiledWeight, cut: Cut, ends: Ends) -> jit.Kernel:
         "SPLIT": cut.split,
         "X_ROWS": int(not ends.packed),
         "EXPERTS": int(ends.experts),
+        **({"WORKING": cut.working} if cut.working else {}),
     }
     return jit.load("gemm_mma.cu", defines=defines).kernel("gemm_mma")
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import dependent_launch, jit, tuned, workspace
-from flyweight.kernels.linear import whole_layers
 from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiles import ACTIVATIONS, EPILOGUES, Matrix, TiledWeight
@@ -78,6 +77,8 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
+# Of a kernel with x in registers that leaves room for another: more have no registers for x
+REGISTER_WARPS = 8
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -216,8 +217,9 @@ def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gp
     """x of four or eight rows in registers, with room for another kernel."""
     if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
         return None
-    slots = max(1, min(wanted.tiles, 2 * wanted.warps // rows))  # an output of a round to a thread
-    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, slots=slots)
+    warps = REGISTER_WARPS
+    slots = max(1, min(wanted.tiles, 2 * warps // rows))  # an output of a round to a thread
+    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=warps, slots=slots)
     found = plan_beside(matrix, rows, wanted, device)
     return found and dataclasses.replace(found, beside=True)
 
@@ -232,11 +234,11 @@ def fitting_plan(
     more: int = 0,
     alone: bool = False,
     all_warps: bool = False,
-    registers_beside: int = 0,
+    registers_beside: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
     even that is too much. `all_warps`: those that have no share of the last stages, too;
-    `registers_beside`: so many warps with x in registers, where that leaves room for another one.
+    `registers_beside`: with x in registers, where that leaves room for another one.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
@@ -253,10 +255,8 @@ def fitting_plan(
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
-    if registers_beside:
-        few_warps = dataclasses.replace(wanted, warps=registers_beside)
-        if found := _registers_beside_plan(matrix, rows, few_warps, device):
-            return found
+    if registers_beside and (found := _registers_beside_plan(matrix, rows, wanted, device)):
+        return found
     several: list[dict[str, Any]] = [
         dict(fewest=3),
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
@@ -273,13 +273,21 @@ def fitting_plan(
     return plan_alone(matrix, rows, wanted, device)
 
 
+def leaves_room(found: Plan, device: Gpu) -> bool:
+    """Whether another kernel fits beside on an SM: registers are limited to half of them unless x
+    takes them all.
+    """
+    registers = found.beside or not found.in_registers
+    return registers and found.shared <= device.shared_beside(RESERVED_BESIDE)
+
+
 def fits(matrix: Matrix, rows: int, device: Gpu) -> bool:
     return fitting_plan(matrix, rows, device, tiles=16 // rows) is not None
 
 
 def fits_beside(matrix: Matrix, rows: int, device: Gpu) -> bool:
     found = fitting_plan(matrix, rows, device, tiles=16 // rows)
-    return found is not None and found.shared <= device.shared_beside(RESERVED_BESIDE)
+    return found is not None and leaves_room(found, device)
 
 
 def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> int:
@@ -296,12 +304,14 @@ def late_stages(matrix: Matrix, device: Gpu) -> int:
     return numbers.gemv.late_stages if found is None else found
 
 
-def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | None:
+def tickets(
+    weight: TiledWeight, rows: int, device: torch.device, *, beside: bool = False
+) -> Tensor | None:
     """Where linears of a format find out whose turn it is to fetch weights; None where that does
-    not pay.
+    not pay. `beside`: all kernels of a layer leave each other room.
     """
     most = tuned.of(gpu.of(device)).formats[weight.format.name].ticket_rows
-    turns = rows <= most or whole_layers.running()
+    turns = rows <= most or beside
     return workspace.current(device).tickets() if turns else None
 
 

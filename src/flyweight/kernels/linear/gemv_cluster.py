@@ -1,5 +1,8 @@
 """A linear of 3 to 16 rows with x in registers and half of its inputs in each of two CTAs: host
 side of cuda/few.cu (Hopper).
+
+`beside`: all kernels of the layer leave each other room on an SM. Then a norm before and
+act(gate)·up after are fused, inputs need not come out even, and linears take turns to fetch.
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
-from flyweight.kernels.linear import whole_layers
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemv import RESERVED_BESIDE
 from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Ring
 
 CLUSTER = 2
-# that multiply, with 128 inputs each; no more fit beside another kernel
+# that multiply, with 128 inputs each: fewer are no faster than other kernels on their own, and no
+# more fit beside another kernel
 LEAST_WARPS = 8
 MOST_WARPS = 16
 MOST_STAGES = 15  # a barrier of the hardware for each
@@ -43,48 +46,54 @@ class Choice:
 
 
 def ring_for(
-    matrix: Matrix, sets: int, tiles: int, device: Gpu, *, within: bool = False
+    matrix: Matrix, sets: int, tiles: int, device: Gpu, *, beside: bool = False
 ) -> Ring | None:
     numbers = tuned.of(device).formats[matrix.format.name]
     if sets == 1 and tiles > MANY_TILES and numbers.cluster_whole_ring:
         return numbers.cluster_whole_ring
-    if sets == 1 and within and numbers.cluster_layer_ring:
+    if sets == 1 and beside and numbers.cluster_layer_ring:
         return numbers.cluster_layer_ring
     return next((ring for ring in numbers.cluster_rings if ring.sets == sets), None)
 
 
-@functools.cache
-def choose(matrix: Matrix, rows: int, device: Gpu, *, within: bool = False) -> Choice | None:
-    """None where inputs or outputs do not come out even, or are too many for one kernel beside
-    another. `within`: whole layers go this way.
+def warps_for(matrix: Matrix, teams: int, *, beside: bool) -> int:
+    """That multiply, in as few turns as there can be, some of them idle in the last one; not
+    `beside` it is 0 where one would be: other kernels were compared with few.cu without idle warps.
     """
-    columns = matrix.in_features
+    groups = matrix.in_features // 128
+    half = math.ceil(groups / CLUSTER)
+    even = [] if groups % CLUSTER else range(MOST_WARPS, LEAST_WARPS - 1, -1)
+    exact = next((warps for warps in even if half % warps == 0), 0)
+    if not beside:
+        return exact
+    turns = math.ceil(half / MOST_WARPS)
+    warps = math.ceil(half / turns)
+    return exact if exact == warps else math.ceil(warps / teams) * teams
+
+
+@functools.cache
+def choose(matrix: Matrix, rows: int, device: Gpu, *, beside: bool = False) -> Choice | None:
+    """None where inputs or outputs are no whole groups and tiles, or too many for one kernel beside
+    another; not `beside` also where inputs do not come out even, or outputs are few.
+    """
     outputs = matrix.out_features
     quantized = matrix.format.quantizes_input
     clusters = device.processors // CLUSTER
-    half = columns // 128 // CLUSTER
-    warps = max(
-        (count for count in range(LEAST_WARPS, MOST_WARPS + 1) if half % count == 0), default=0
-    )
-    if (
-        columns % (128 * CLUSTER)
-        or not half
-        or not warps
-        or outputs % 16
-        or outputs < 16 * clusters
-    ):
+    few = outputs < 16 * clusters and not beside
+    if matrix.in_features % 128 or outputs % 16 or few:
         return None
     sets = math.ceil(rows / 8)
-    turns = half // warps
     tiles = math.ceil(outputs / 16 / clusters)
-    ring = ring_for(matrix, sets, tiles, device, within=within)
-    # of x that waits in registers until its scale is known
-    if ring is None or (quantized and turns > 1):
+    ring = ring_for(matrix, sets, tiles, device, beside=beside)
+    if ring is None or not (warps := warps_for(matrix, ring.teams, beside=beside)):
+        return None
+    turns = math.ceil(matrix.in_features / 128 / CLUSTER / warps)
+    if quantized and turns > 1:  # of x that waits in registers until its scale is known
         return None
     unit = 2 * matrix.format.block_bytes + (0 if quantized else 64)
     team = next(warps // teams for teams in range(ring.teams, 0, -1) if warps % teams == 0)
     owned = math.ceil(tiles / CLUSTER)
-    x = CLUSTER * warps * 32 if quantized or sets == turns == 1 else (sets - 1) * warps * 2048
+    x = CLUSTER * warps * 32 if sets == 1 else (sets - 1) * warps * 2048  # or what warps tell of it
     others = (
         x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
     )
@@ -92,11 +101,18 @@ def choose(matrix: Matrix, rows: int, device: Gpu, *, within: bool = False) -> C
     limit = device.shared_beside(RESERVED_BESIDE)
     stages = min(rounds * warps // team, MOST_STAGES, (limit - others) // (team * unit + 16))
     late = min(ring.late * warps // team, stages - 1)
-    return Choice(sets, warps, team, tiles, stages, late) if stages * team > warps else None
+    # a stage for each team, and one to fetch ahead where there is more to fetch
+    enough = stages * team > min(warps, (tiles * turns - 1) * warps)
+    return Choice(sets, warps, team, tiles, stages, late) if enough else None
 
 
 def unsupported_reason(
-    weight: TiledWeight | Outline, rows: int, device: Gpu, *, norm: bool = False
+    weight: TiledWeight | Outline,
+    rows: int,
+    device: Gpu,
+    *,
+    norm: bool = False,
+    beside: bool = False,
 ) -> str | None:
     """None, or why these rows do not go through few.cu."""
     if not device.has_warpgroups:
@@ -110,12 +126,12 @@ def unsupported_reason(
         (ring.sets for ring in tuned.of(device).formats[form.name].cluster_rings), default=0
     )
     around = norm or weight.interleaved
-    if not fits or not 1 < rows <= most or (around and not _takes_around(weight, rows)):
+    if not fits or not 1 < rows <= most or (around and not (beside and takes_around(weight, rows))):
         return (
             "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
             "for each; a norm before or act(gate)·up after only 8 of bfloat16 where that pays"
         )
-    if choose(matrix, rows, device, within=whole_layers.running()) is None:
+    if choose(matrix, rows, device, beside=beside) is None:
         return (
             f"{matrix.in_features} inputs and {matrix.out_features} outputs do not fit into whole "
             f"stages of pairs of CTAs"
@@ -123,14 +139,11 @@ def unsupported_reason(
     return None
 
 
-def _takes_around(weight: TiledWeight | Outline, rows: int) -> bool:
-    """Whether a norm before and act(gate)·up after are fused, which pays where whole layers go this
-    way: x times the norm's weights may be too large for float16, and is told from CTA to CTA once.
+def takes_around(weight: TiledWeight | Outline, rows: int) -> bool:
+    """Whether a norm before and act(gate)·up after can be fused: x times the norm's weights may be
+    too large for float16.
     """
-    matrix = weight.matrix
-    one_turn = matrix.in_features <= 128 * CLUSTER * MOST_WARPS
-    bf16 = weight.dtype == torch.bfloat16
-    return whole_layers.running() and matrix.format.grouped and one_turn and rows <= 8 and bf16
+    return weight.matrix.format.grouped and rows <= 8 and weight.dtype == torch.bfloat16
 
 
 def multiply(
@@ -141,14 +154,15 @@ def multiply(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     pdl: bool = True,
+    beside: bool = False,
 ) -> Tensor:
     """x [rows, in], up to 16 rows → [rows, out] (half of it for an interleaved gate/up:
     act(gate) · up).
     """
     rows = x.shape[0]
     device = gpu.of(x.device)
-    reason = unsupported_reason(weight, rows, device, norm=norm is not None)
-    chosen = choose(weight.matrix, rows, device, within=whole_layers.running())
+    reason = unsupported_reason(weight, rows, device, norm=norm is not None, beside=beside)
+    chosen = choose(weight.matrix, rows, device, beside=beside)
     if reason or chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not go through few.cu: {reason}"
@@ -165,6 +179,7 @@ def multiply(
             **({"NORM": 1} if norm is not None else {}),
             "EPILOGUE": EPILOGUES[weight.epilogue(residual)],
             "BIAS": int(weight.bias is not None),
+            **({"BESIDE": 1} if beside else {}),
             "SETS": chosen.sets,
             "WARPS": chosen.warps,
             "TEAM": chosen.team,
@@ -175,7 +190,7 @@ def multiply(
         },
     ).kernel("few")
     # elsewhere the kernels around o and down have an SM each, and take no turns
-    lonely = residual is not None and not whole_layers.running()
+    lonely = residual is not None and not beside
     tickets = None if lonely else workspace.current(x.device).tickets()
     kernel.launch(
         device.processors // CLUSTER * CLUSTER,

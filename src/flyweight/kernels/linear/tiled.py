@@ -22,7 +22,6 @@ from flyweight.kernels.linear import (
     gemv_splitk,
     prompts,
     tiles,
-    whole_layers,
 )
 from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
 from flyweight.kernels.linear.delta import AdaptedRow
@@ -33,7 +32,6 @@ from flyweight.tensors import QuantTensor
 MULTIPLY: dict[str, Callable[..., Tensor]] = {
     "gemv": gemv.multiply,
     "gemv_splitk": gemv_splitk.multiply,
-    "gemv_cluster": gemv_cluster.multiply,
     "gemm_small": gemm_small.multiply,
     "gemm": gemm.multiply,
     "gemm_mma": gemm_mma.multiply,
@@ -76,13 +74,15 @@ class TiledLinear(FusedLinear):
     def nbytes(self) -> int:  # type: ignore[override]
         return self.weight.nbytes
 
-    def choose(self, rows: int, *, norm: bool = False, residual: bool = False) -> Choice:
+    def choose(
+        self, rows: int, *, norm: bool = False, residual: bool = False, beside: bool = False
+    ) -> Choice:
         device = gpu.of(self.weight.weights.device)
         if self.prompts is not None and rows > prompts.FEW_ROWS:
             matrix, gated = self.prompts.matrix, self.weight.interleaved
             if gemm.unsupported_reason(matrix, rows, device, interleaved=gated) is None:
                 return Choice("gemm_recoded", "prompts in 8 bits were asked for")
-        return choose(self.weight, rows, device, Fusion(norm, residual))
+        return choose(self.weight, rows, device, Fusion(norm, residual, beside))
 
     def narrow_prompts(self, kind: str) -> bool:
         weight = self.weight
@@ -108,17 +108,19 @@ class TiledLinear(FusedLinear):
             codes = recode(self.weight, self.prompts).clone()
             self.prompts = dataclasses.replace(self.prompts, weights=codes)
 
-    def leaves_room(self, rows: int, *, norm: bool = False, residual: bool = False) -> bool:
-        with whole_layers.run():
-            chosen = self.choose(rows, norm=norm, residual=residual)
-        return self.measured_in_layers and chosen.kernel == "gemv_cluster"
-
-    @property
-    def measured_in_layers(self) -> bool:
-        matrix = self.weight.matrix
-        numbers = tuned.of(gpu.of(self.weight.weights.device)).formats[matrix.format.name]
-        shape = (matrix.out_features, matrix.in_features)
-        return shape in numbers.cluster_layers and matrix.group == 128
+    def leaves_room(
+        self,
+        rows: int,
+        *,
+        norm: bool = False,
+        activation: str | None = None,
+        residual: bool = False,
+    ) -> bool:
+        numbers = tuned.of(gpu.of(self.weight.weights.device)).formats[self.weight.format.name]
+        if numbers.cluster_layer_ring is None or activation != self.weight.activation:
+            return False
+        chosen = self.choose(rows, norm=norm, residual=residual, beside=True)
+        return chosen.kernel == "gemv_cluster"
 
     def fetch_early(self) -> None:
         self.weight = dataclasses.replace(self.weight, early=True)
@@ -244,7 +246,8 @@ class TiledLinear(FusedLinear):
             if residual is out
             else residual.reshape(-1, residual.shape[-1])
         )
-        y = self.multiply(flat, target, norm=norm, residual=added)
+        beside = handover is not None and handover.beside
+        y = self.multiply(flat, target, norm=norm, residual=added, beside=beside)
         return y.view(*x.shape[:-1], -1) if out is None else out
 
     def multiply(
@@ -255,15 +258,15 @@ class TiledLinear(FusedLinear):
         norm: Norm | None = None,
         residual: Tensor | None = None,
         kernel: str | None = None,
+        beside: bool = False,
     ) -> Tensor:
         """x [rows, in] → [rows, out], through `kernel` or the one chosen; an interleaved weight
         gives act(gate) · up.
         """
         weight = self.weight
-        kernel = (
-            kernel
-            or self.choose(x.shape[0], norm=norm is not None, residual=residual is not None).kernel
-        )
+        if kernel is None:
+            fused = dict(norm=norm is not None, residual=residual is not None)
+            kernel = self.choose(x.shape[0], **fused, beside=beside).kernel
         if kernel == "gemm_dequantized":  # by a kernel that the product must not run ahead of
             written = dataclasses.replace(
                 weight.in_sixteen_bits(), weights=untile(weight, tiles=True)
@@ -277,6 +280,10 @@ class TiledLinear(FusedLinear):
             return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
         if kernel == "cublas":
             return self._via_cublas(x, out, norm=norm, residual=residual)
+        if kernel == "gemv_cluster":
+            return gemv_cluster.multiply(
+                weight, x, out, norm=norm, residual=residual, beside=beside
+            )
         return MULTIPLY[kernel](weight, x, out, norm=norm, residual=residual)
 
     def _via_cublas(

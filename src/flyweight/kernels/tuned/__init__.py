@@ -70,9 +70,7 @@ class FormatNumbers:
     small_cycles: tuple[float, float] | None = None
     cluster_rings: tuple[Ring, ...] = ()
     cluster_whole_ring: Ring | None = None
-    # outputs and inputs of linears that were measured in layers all of which leave room, and how
-    # they stream then
-    cluster_layers: tuple[tuple[int, int], ...] = ()
+    # in layers all of whose kernels leave each other room; None: where that has not been measured
     cluster_layer_ring: Ring | None = None
     gemm_halves_inputs: bool = False  # tiles whose inputs two CTAs share pay
     gemm_one_tile_per_sm: bool = False  # of up to 64 rows; of other formats nobody knows yet
@@ -321,7 +319,6 @@ def _format(table: dict[str, Any]) -> FormatNumbers:
     for name in ("cluster_whole_ring", "cluster_layer_ring"):
         if name in table:
             table[name] = Ring(**table[name])
-    table["cluster_layers"] = tuple(map(tuple, table.get("cluster_layers", ())))
     unknown = table.keys() - {field.name for field in fields(FormatNumbers)}
     if unknown:
         raise ValueError(f"no such number of a format: {', '.join(sorted(unknown))}")

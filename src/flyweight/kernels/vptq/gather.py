@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
-from flyweight.kernels import jit, workspace
-from flyweight.kernels.vptq.layout import CHUNK, SLICE_BITS, Layout
+from flyweight.kernels import dependent_launch, jit, workspace
+from flyweight.kernels.vptq.layout import BANKS, CHUNK, SLICE_BITS, ItemFormat, Layout
 from flyweight.kernels.vptq.parts import Ends, Parts, part_arguments, share_out
 from flyweight.tensors import VectorQuant
 
@@ -31,6 +31,10 @@ DIRECT_ITEMS = MILLION // 4  # fewer do not pay for staging a codebook: 2048 × 
 HALF_ITEMS = MILLION // 2
 # up to here two launches on one processor pay for fewer copies of the residual book
 CROWDED_ITEMS = 2 * MILLION
+# the same two borders where older GPUs overlap launches (dependent_launch.py)
+HALF_ITEMS_BY_COUNTERS = MILLION
+# by copies of the residual book, of which lookups meet in the fewer banks the fewer there are
+CROWDED_ITEMS_BY_COUNTERS = {4: 2 * MILLION, 2: 2 * MILLION, 1: MILLION}
 # from here a second copy of a codebook up to 4096 entries pays for its staging
 DOUBLED_ITEMS = 6 * MILLION
 # so few of so small a weight that fewer warps are faster before Hopper
@@ -82,6 +86,8 @@ def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> l
         ]
     alone = rows == 1 and plain and len(parts) == 1
     staged_ahead = device.has_dependent_launch  # while the launch before ends
+    by_counters = not staged_ahead and dependent_launch.enabled  # the same, on older GPUs
+    small = items <= HALF_ITEMS and layout.chunks <= FEW_CHUNKS
     table = [
         (
             alone and layout.dense is None and items <= DIRECT_ITEMS,
@@ -93,14 +99,25 @@ def candidates(parts: Parts, rows: int, device: Gpu, *, plain: bool = True) -> l
             Launch("staged", resident=2, copies=4),
         ),
         (staged_ahead and plain and items <= HALF_ITEMS, Launch("staged", share=2)),
-        (
-            not staged_ahead and items <= HALF_ITEMS and layout.chunks <= FEW_CHUNKS,
-            Launch("staged", warps=8),
+        *(
+            (
+                by_counters and rows == 1 and items <= most,
+                Launch("staged", resident=2, copies=copies, warps=8 if small else 16),
+            )
+            for copies, most in CROWDED_ITEMS_BY_COUNTERS.items()
         ),
+        *(
+            (
+                by_counters and rows == 1 and plain and items <= HALF_ITEMS_BY_COUNTERS,
+                Launch("staged", share=2, copies=copies),
+            )
+            for copies in (8, 4, 2, 1)
+        ),
+        (not staged_ahead and small, Launch("staged", warps=8)),
     ]
-    small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
-        return small + [Launch("bytes", copies=copies) for copies in BYTE_COPIES]
+        smallest = [launch for fits, launch in table[:1] if fits]
+        return smallest + [Launch("bytes", copies=copies) for copies in BYTE_COPIES]
     return [launch for fits, launch in table if fits] + [
         Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
     ]
@@ -119,7 +136,7 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
         16 * halves * ((1 << form.main) + (launch.copies << form.residual if form.residual else 0))
     )
     # the kernel's own variables
-    static = math.ceil((16 + 8 * rows * (launch.warps + 1)) / 128) * 128
+    static = math.ceil((40 + 8 * rows * (launch.warps + 1)) / 128) * 128
     if launch.kernel == "direct":
         fits = 512 * layout.chunks <= 16384
         return Plan(launch, rows, (layout.row_blocks,), 512 * layout.chunks) if fits else None
@@ -171,8 +188,11 @@ def choose(
 ) -> Plan | None:
     """The first candidate that fits, or the given one."""
     tried = [launch] if launch else candidates(parts, rows, device, plain=plain)
-    if launch is None and worth_evening(parts, device):
-        tried = [replace(one, even=one.kernel == "staged") for one in tried]
+    if launch is None:
+        tried = [
+            replace(one, even=one.kernel == "staged" and worth_evening(parts, device, one.share))
+            for one in tried
+        ]
     plans = (
         plan(
             parts,
@@ -186,15 +206,16 @@ def choose(
     return next((found for found in plans if found), None)
 
 
-def worth_evening(parts: Parts, device: Gpu) -> bool:
+def worth_evening(parts: Parts, device: Gpu, share: int = 1) -> bool:
     """Whether thread blocks would wait for the busiest longer than handing sums over takes. Hopper
     begins the next launch meanwhile.
     """
     if device.has_dependent_launch:
         return False
     blocks = tuple(part.row_blocks for part in parts)
-    shares = [b / c for b, c in zip(blocks, share_out(blocks, device.processors), strict=True)]
-    idle = max(map(math.ceil, shares)) - sum(blocks) / min(device.processors, sum(blocks))
+    count = max(1, device.processors // share)
+    shares = [b / c for b, c in zip(blocks, share_out(blocks, count), strict=True)]
+    idle = max(map(math.ceil, shares)) - sum(blocks) / min(count, sum(blocks))
     return idle * parts[0].chunks >= EVENED_CHUNKS
 
 
@@ -330,6 +351,47 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
     )
     kernel = jit.load("vptq_bytes.cu", defines=defines).kernel("vptq_bytes")
     kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl)
+
+
+def residual_copies(tensor: VectorQuant, device: Gpu, *, doubled: bool) -> int:
+    """Of the residual book, in the launch that one row of this weight gets by itself: with fewer
+    than eight its lookups meet, too, and the layout keeps them apart.
+    """
+    if not tensor.index_bits[1] or tensor.codebook.shape[0] > 1:
+        return BANKS
+    chosen = choose((outline(tensor, doubled=doubled),), 1, device)
+    staged = chosen is not None and chosen.launch.kernel == "staged"
+    return min(BANKS, chosen.launch.copies) if chosen is not None and staged else BANKS
+
+
+def outline(tensor: VectorQuant, *, doubled: bool) -> Layout:
+    """The layout that a weight will have, without values: what `choose` looks at."""
+    main, residual = tensor.index_bits
+    columns = tensor.in_features - tensor.outliers
+    form = ItemFormat.choose(main + doubled, residual, columns)
+    chunks = (columns + form.padding(columns)) // (32 * CHUNK)
+    halves = math.ceil(tensor.length / 8)
+    blocks = tensor.indices.shape[1]
+    dense = (blocks, math.ceil(tensor.outliers / 64) * 2, halves, 32, 8)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    return Layout(
+        form,
+        stream=empty(blocks, chunks, 1),
+        offsets=None,
+        book=empty(1, halves, 1 << form.main, 8),
+        residual=empty(1, halves, 1 << residual, 8),
+        dense=empty(*dense) if tensor.outliers else None,
+        affine=empty(256 * chunks),
+        pairs=None,
+        source=None,
+        out_features=tensor.out_features,
+        in_features=tensor.in_features,
+        length=tensor.length,
+        dtype=torch.bfloat16,
+    )
 
 
 def worth_doubling(tensor: VectorQuant) -> bool:

@@ -62,6 +62,10 @@ class ItemFormat:
         """Steps among which a lane may reorder its items."""
         return 1 << self.position
 
+    def padding(self, columns: int) -> int:
+        """Columns behind the weight's own: whole chunks and windows."""
+        return -columns % (32 * max(CHUNK, self.window))
+
     @classmethod
     def choose(cls, main: int, residual: int, columns: int) -> ItemFormat:
         item_bytes = 3 if main + residual <= 24 else 4
@@ -152,22 +156,27 @@ class Layout:
         return self.ranges * (self.width + 2) if self.sliced else 256 * self.chunks
 
 
-def schedule(banks: Tensor) -> Tensor:
+def schedule(banks: Tensor, residuals: Tensor | None = None) -> Tensor:
     """The order in which 8 or 16 lanes take the items of a window, such that few of them meet in a
     bank.
 
     banks uint8 [groups, lanes, window]: the bank of an entry (there are as many as lanes), and of
-    its copy (or the same) in the upper four bits → order uint8, same shape: which item, plus 128
-    where it is read from the copy. Without a GPU the natural order.
+    its copy (or the same) in the upper four bits; residuals, same shape: that of the residual entry
+    that is added to it, where those meet, too → order uint8, same shape: which item, plus 128 where
+    it is read from the copy. Without a GPU the natural order.
     """
     groups, lanes, window = banks.shape
     if banks.device.type != "cuda":
         return torch.arange(window, dtype=torch.uint8, device=banks.device).expand_as(banks)
     order = torch.empty_like(banks)
     defines = {"KERNEL": 0, "POS_BITS": window.bit_length() - 1, "LANES": lanes}
+    if residuals is not None:
+        defines |= {"RESIDUALS": 1}
+        residuals = residuals.contiguous()
     kernel = jit.load("vptq_layout.cu", defines=defines).kernel("vptq_schedule")
     tries = 96 * lanes * window
-    kernel.launch(math.ceil(groups / 64), 64, (banks.contiguous(), order, groups, tries))
+    args = (banks.contiguous(), residuals, order, groups, tries)
+    kernel.launch(math.ceil(groups / 64), 64, args)
     return order
 
 
@@ -183,9 +192,11 @@ def by_steps(columns: Tensor) -> Tensor:
     return columns.unflatten(-1, (-1, 32, 2)).transpose(-1, -2).flatten(-3, -2)
 
 
-def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> Tensor:
+def stream(
+    joint: Tensor, form: ItemFormat, *, main_bits: int, residual_copies: int = BANKS
+) -> Tensor:
     """Indices [row blocks, columns] (residual above main, columns whole windows and chunks) → bytes
-    as the kernel reads them.
+    as the kernel reads them. With eight copies of the residual book no two lanes meet there.
     """
     blocks = joint.shape[0]
     window = form.window
@@ -199,7 +210,12 @@ def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> Tensor:
         doubled = form.main > main_bits
         count = form.banks
         banks = main % count | (rotated(main) if doubled else main) % count << 4
-        order = schedule(banks.to(torch.uint8).reshape(-1, count, window)).view(items.shape)
+        meeting: tuple[Tensor, ...] = ()
+        if form.residual and residual_copies < BANKS and not form.own:
+            copy = torch.arange(32, device=device)[:, None] % residual_copies
+            meeting = (((extra * residual_copies + copy) % BANKS).to(torch.uint8),)
+        tables = (banks.to(torch.uint8), *meeting)
+        order = schedule(*(one.reshape(-1, count, window) for one in tables)).view(items.shape)
         position = (order & 127).long()
         main = main.gather(3, position)
         extra = extra.gather(3, position)
@@ -380,10 +396,11 @@ def lay_out(
     dtype: torch.dtype,
     doubled: bool = False,
     form: ItemFormat | None = None,
+    residual_copies: int = BANKS,
     batch: int = 1 << 23,
 ) -> Layout:
-    """The layout of a weight that has a kernel; `batch` bounds the items that are in the works at
-    once.
+    """The layout of a weight that has a kernel, which will have so many copies of its residual
+    book; `batch` bounds the items that are in the works at once.
     """
     if isinstance(tensor, ByteVectorQuant) and form is None:
         return _with_byte_books(tensor, dtype=dtype, batch=batch)
@@ -400,7 +417,15 @@ def lay_out(
     step = max(1, batch // (tensor.in_features - tensor.outliers))
     if sliced:
         return _sliced(tensor, dense, dtype=dtype, step=step)
-    return _staged(tensor, dense, dtype=dtype, step=step, doubled=doubled, form=form)
+    return _staged(
+        tensor,
+        dense,
+        dtype=dtype,
+        step=step,
+        doubled=doubled,
+        form=form,
+        residual_copies=residual_copies,
+    )
 
 
 def takes_byte_books(tensor: VectorQuant) -> bool:
@@ -435,10 +460,11 @@ def _staged(
     step: int,
     doubled: bool,
     form: ItemFormat | None,
+    residual_copies: int,
 ) -> Layout:
     columns, (main_bits, residual_bits) = tensor.in_features - tensor.outliers, tensor.index_bits
     form = form or ItemFormat.choose(main_bits + doubled, residual_bits, columns)
-    padding = -columns % (32 * max(CHUNK, form.window))
+    padding = form.padding(columns)
     blocks = tensor.indices.shape[1]
     items = torch.empty(
         blocks,
@@ -449,7 +475,9 @@ def _staged(
     )
     for begin in range(0, blocks, step):
         joint = pad(joint_indices(tensor, begin, begin + step), (0, padding))
-        items[begin : begin + step] = stream(joint, form, main_bits=main_bits)
+        items[begin : begin + step] = stream(
+            joint, form, main_bits=main_bits, residual_copies=residual_copies
+        )
     book = planes(tensor.codebook, main_bits, dtype)
     if doubled:
         copy = torch.empty_like(book)

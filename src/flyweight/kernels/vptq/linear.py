@@ -283,7 +283,12 @@ def prepare(
         )
     if doubled is None:
         doubled = gather.worth_doubling(tensor)
-    layout = lay_out(tensor, dtype=dtype, doubled=doubled)
+    copies = (
+        gather.residual_copies(tensor, gpu.of(tensor.device), doubled=doubled)
+        if tensor.device.type == "cuda"
+        else 8
+    )
+    layout = lay_out(tensor, dtype=dtype, doubled=doubled, residual_copies=copies)
     return VptqLinear((layout,), ops=ops, bias=bias)
 
 

@@ -114,7 +114,7 @@ ALWAYS_INLINE void tall_tile(const Matrix *w, const Input *input, int block, int
     floats_part total[TALL];
     UNROLL for (int m = 0; m < TALL; m++) total[m] = part_splat(0);
     for (int g = 0; g < w->groups; g++) {
-        floats_part scales = floats ? part_load(at + 4 * lanes * part)
+        floats_part scales = floats ? part_load((const float *)(at + 4 * lanes * part))
                 : part_load_halves(at + 2 * lanes * part);
         ints_part zero = part_start(0);
         if (zeros) zero = part_from_bytes(at + header - 16 + lanes * part);

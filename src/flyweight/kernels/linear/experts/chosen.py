@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels.linear.experts import (
-    THREADS,
-    TOKENS_AT_ONCE,
-    GroupedExperts,
-    Routed,
-    Routing,
-    tile_rows,
-)
+from flyweight.kernels.linear.experts.grouped import TOKENS_AT_ONCE, GroupedExperts
+from flyweight.kernels.linear.experts.routing import THREADS, Routed, Routing, tile_rows
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.linear.tiled import TiledLinear
 
@@ -61,10 +55,11 @@ class ChosenExperts(GroupedExperts):
         """
         device = gpu.of(x.device)
         tokens = len(x)
-        pairs = tokens * self.routing.chosen
+        routing = self.router.routing
+        pairs = tokens * routing.chosen
         few = self.few(tokens, device)
-        tile = tokens if few else tile_rows(pairs, self.routing.experts)
-        most = min(self.routing.experts, pairs) + (0 if few else pairs // tile)
+        tile = tokens if few else tile_rows(pairs, routing.experts)
+        most = min(routing.experts, pairs) + (0 if few else pairs // tile)
 
         def table(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=x.device)
@@ -75,7 +70,7 @@ class ChosenExperts(GroupedExperts):
             table(*chosen.shape),
             None if few else table(most * tile),
             table(most),
-            self.ready if few else table(1),
+            self.router.ready if few else table(1),
             tile,
         )
         args = (
@@ -88,6 +83,6 @@ class ChosenExperts(GroupedExperts):
             found.tiles,
             tokens,
         )
-        kernel = self._kernel("place_chosen", found, x, 1, 2 * few, shared=False)
+        kernel = self.router.kernel("place_chosen", found, x, 1, 2 * few, shared=False)
         kernel.launch(1, THREADS, args, pdl=False)
         return found
