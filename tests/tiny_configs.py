@@ -13,6 +13,21 @@ LLAMA = PRESETS["smollm2-135m"] | dict(
     max_position_embeddings=128,
 )
 
+# for the CPU's kernels: layers of several groups, and outputs that are no multiple of eight
+NATIVE = dict(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=129,
+    max_position_embeddings=512,
+    hidden_act="silu",
+    dtype="float32",
+    tie_word_embeddings=True,
+)
+
 # what the two below have in common
 _FLOAT32 = dict(
     model_type="llama",
@@ -49,4 +64,15 @@ LETTERS = _FLOAT32 | dict(
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
+)
+
+# the linears of a layer of any of them
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
 )

@@ -134,7 +134,9 @@ def test_a_tokenizer_that_begins_texts_with_bos_gets_one_per_window():
 
 
 def test_a_prompt_beyond_the_context_is_one_line_and_exit_code_2(monkeypatch, capsys, smollm2):
-    asked = ("generate", smollm2, "--prompt", "one two three four five six seven eight nine ten", "--max-model-len", "8")
+    ten = "one two three four five six seven eight nine ten"
+    asked = ("generate", smollm2, "--prompt", ten, "--max-model-len", "8")
     assert call(monkeypatch, *asked) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flyweight: ")]
+    printed = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in printed if line.startswith("flyweight: ")]
     assert "the prompt has 10 tokens, but the context holds 8" in line and "--max-model-len" in line

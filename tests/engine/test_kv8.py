@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_configs import LLAMA
 
 from flyweight import LLM, SamplingParams
 from flyweight.checkpoint.formats.base import CheckpointNotice
@@ -17,23 +18,13 @@ from flyweight.kv_format import FP8
 from flyweight.models import presets
 from flyweight.models.random_folder import write_preset
 
-SIZES = dict(
-    vocab_size=60,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-)
 PROMPTS = [[(7 * i + 3 * k) % 60 for i in range(n)] for k, n in enumerate((45, 22, 33))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    monkeypatch.setitem(presets.PRESETS, "tiny", presets.PRESETS["smollm2-135m"] | SIZES)
+    monkeypatch.setitem(presets.PRESETS, "tiny", LLAMA | dict(head_dim=16))
 
 
 def engine(kv_dtype, **options):
@@ -111,7 +102,7 @@ def with_scales(tmp_path):
     def write(scale=0.02, **changes):
         folder = write_preset("preset:tiny:w8a8", tmp_path / "model", overwrite=True)
         tensors = load_file(folder / "model.safetensors")
-        for layer in range(SIZES["num_hidden_layers"]):
+        for layer in range(LLAMA["num_hidden_layers"]):
             for name in ("k_scale", "v_scale"):
                 place = f"model.layers.{layer}.self_attn.{name}"
                 tensors[place] = torch.tensor([scale * (1 + layer)])

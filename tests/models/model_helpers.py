@@ -30,16 +30,6 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
-LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-
 # name: (model_type, what differs from TINY)
 MODELS = {
     "llama": ("llama", {}),

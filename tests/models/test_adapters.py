@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 from adapter_files import linear_shapes, merged, write_adapter
-from model_helpers import LINEARS, DictWeights, assert_same_logits, tokens_of, transformers_model
+from model_helpers import DictWeights, assert_same_logits, tokens_of, transformers_model
 from safetensors.torch import load_file, save_file
+from tiny_configs import LINEARS
 
 from flyweight.batch import NOBODY, Batch, KVStorage
 from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError

@@ -3,7 +3,6 @@ import dataclasses
 import pytest
 import torch
 from model_helpers import (
-    LINEARS,
     MODELS,
     DictWeights,
     assert_same_logits,
@@ -12,6 +11,7 @@ from model_helpers import (
     tokens_of,
     transformers_model,
 )
+from tiny_configs import LINEARS
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError

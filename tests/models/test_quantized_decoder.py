@@ -6,13 +6,13 @@ import dataclasses
 import pytest
 import torch
 from model_helpers import (
-    LINEARS,
     assert_same_logits,
     load,
     run_paged,
     tokens_of,
     transformers_model,
 )
+from tiny_configs import LINEARS
 
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Linear

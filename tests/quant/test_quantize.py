@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+from tiny_configs import LINEARS
 from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
@@ -39,16 +40,6 @@ from flyweight.quant.work import WorkBlock, root_mean_square
 LEARNED = (
     'base = "int4-best"\nlearn_steps = 4\nlearn_batch = 2\n'
     "sweeps = 1\ntune_steps = 2\ntune_batch = 2\n"
-)
-
-LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
 )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_configs import NATIVE
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
@@ -26,28 +27,15 @@ from flyweight.models.presets import PresetWeights
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 
-LLAMA = dict(
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=129,
-    max_position_embeddings=512,
-    hidden_act="silu",
-    dtype="float32",
-    tie_word_embeddings=True,
-)
 FAMILIES = {
-    "llama": LLAMA,
-    "llama, untied, biases": LLAMA
+    "llama": NATIVE,
+    "llama, untied, biases": NATIVE
     | dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    "llama, part of the head turned": LLAMA | dict(partial_rotary_factor=0.5),
-    "mistral with a window": LLAMA | dict(model_type="mistral", sliding_window=9),
-    "qwen2": LLAMA | dict(model_type="qwen2", tie_word_embeddings=False),
-    "qwen3": LLAMA | dict(model_type="qwen3", head_dim=24),
-    "one kv head for all": LLAMA | dict(num_attention_heads=8, num_key_value_heads=1, head_dim=8),
+    "llama, part of the head turned": NATIVE | dict(partial_rotary_factor=0.5),
+    "mistral with a window": NATIVE | dict(model_type="mistral", sliding_window=9),
+    "qwen2": NATIVE | dict(model_type="qwen2", tie_word_embeddings=False),
+    "qwen3": NATIVE | dict(model_type="qwen3", head_dim=24),
+    "one kv head for all": NATIVE | dict(num_attention_heads=8, num_key_value_heads=1, head_dim=8),
 }
 EXACT = ("fp32", "fp16", "bf16", "int4", "int4-sym", "int8", "w8a16", "vptq", "sparse-int4")
 ROUNDED = ("w8a8", "fp8", "sparse-w8a8")
@@ -129,29 +117,29 @@ def test_every_family_gives_the_logits_of_the_torch_decoder(family: str):
 
 @pytest.mark.parametrize("scheme", EXACT)
 def test_every_weight_only_format_is_exact_where_asked(scheme: str):
-    assert largest_difference(LLAMA, scheme, exact=True) < 1e-5
+    assert largest_difference(NATIVE, scheme, exact=True) < 1e-5
 
 
 @pytest.mark.parametrize("scheme", ROUNDED)
 def test_formats_that_round_x_round_it_alike(scheme: str):
-    assert largest_difference(LLAMA, scheme, exact=True) < 0.03
+    assert largest_difference(NATIVE, scheme, exact=True) < 0.03
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int4-sym", "int8", "w8a16"])
 def test_x_in_8_bits_costs_percents_of_random_logits(scheme: str):
-    assert 1e-4 < largest_difference(LLAMA, scheme, exact=False) < 0.05
+    assert 1e-4 < largest_difference(NATIVE, scheme, exact=False) < 0.05
 
 
 @pytest.mark.parametrize("kv, most", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_the_cache_may_be_in_16_bits(kv: torch.dtype, most: float):
-    assert largest_difference(LLAMA, "fp32", exact=True, kv=kv) < most
+    assert largest_difference(NATIVE, "fp32", exact=True, kv=kv) < most
 
 
 @pytest.mark.parametrize("fixed", [None, (0.01, 0.03)], ids=["found", "given"])
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_the_cache_may_be_in_8_bits(name: str, fixed: tuple[float, float] | None):
     """One layer writes the very codes and scales of the torch cache, but for values on an edge."""
-    config = LLAMA | dict(num_hidden_layers=1)
+    config = NATIVE | dict(num_hidden_layers=1)
     weights = PresetWeights(config, "fp32")
     torch_decoder = Decoder.load(weights, device="cpu", dtype=torch.float32, exact=True)
     native = NativeDecoder(read_parts(weights, exact=True))
@@ -172,8 +160,8 @@ def test_the_cache_may_be_in_8_bits(name: str, fixed: tuple[float, float] | None
 
 
 def test_codes_of_nan_are_nan():
-    pages = caches(LLAMA, format=KV_FORMATS["fp8"])
-    parts = read_parts(PresetWeights(LLAMA, "fp32"), exact=True)
+    pages = caches(NATIVE, format=KV_FORMATS["fp8"])
+    parts = read_parts(PresetWeights(NATIVE, "fp32"), exact=True)
     parts.layers[0].qkv[2].tensors["data"].fill_(0xFF)  # float32 of such bytes is NaN
     logits = NativeDecoder(parts).forward(make_batch([(0, 3)]), pages)
     assert logits.isnan().all()
@@ -181,26 +169,26 @@ def test_codes_of_nan_are_nan():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_in_8_bits_is_near_the_one_of_the_file(tied: bool):
-    config = LLAMA | dict(tie_word_embeddings=tied)
+    config = NATIVE | dict(tie_word_embeddings=tied)
     assert largest_difference(config, "fp32", exact=True, head_bits=8) < 0.03
 
 
 def test_gate_and_up_may_take_x_differently():
-    weights = PresetWeights(LLAMA, "int4")
+    weights = PresetWeights(NATIVE, "int4")
     exact, mixed = (read_parts(weights, exact=True) for _ in range(2))
     pairs = zip(mixed.layers, read_parts(weights).layers, strict=True)
     layers = [replace(layer, gate=rounded.gate) for layer, rounded in pairs]
     mixed = replace(mixed, layers=layers)
     batch = make_batch([(0, 37)])
-    logits = [NativeDecoder(parts).forward(batch, caches(LLAMA)) for parts in (exact, mixed)]
+    logits = [NativeDecoder(parts).forward(batch, caches(NATIVE)) for parts in (exact, mixed)]
     assert 0 < (logits[0] - logits[1]).norm() / logits[0].norm() < 0.03
 
 
 def test_logits_of_every_token_can_be_asked_for_and_of_none():
-    weights = PresetWeights(LLAMA, "fp32")
+    weights = PresetWeights(NATIVE, "fp32")
     torch_decoder = Decoder.load(weights, device="cpu", dtype=torch.float32)
     native = NativeDecoder(read_parts(weights, exact=True))
-    theirs, ours = caches(LLAMA), caches(LLAMA)
+    theirs, ours = caches(NATIVE), caches(NATIVE)
     part = make_batch([(0, 20)], outputs=[])
     assert native.forward(part, ours).shape == (0, 129)
     torch_decoder.forward(part, theirs)
@@ -211,9 +199,9 @@ def test_logits_of_every_token_can_be_asked_for_and_of_none():
 
 
 def test_nan_stays_in_its_sequence():
-    weights = PresetWeights(LLAMA, "int4")
+    weights = PresetWeights(NATIVE, "int4")
     native = NativeDecoder(read_parts(weights))
-    pages = caches(LLAMA)
+    pages = caches(NATIVE)
     pages[0].keys[int(make_batch([(0, 1), (0, 1)]).block_tables[1, 0])] = float("nan")
     batch = make_batch([(3, 1), (3, 1)])
     logits = native.forward(batch, pages)
@@ -241,7 +229,7 @@ def generate(model, prompts: list[list[int]], **options) -> list[list[int]]:
 
 def test_the_engine_runs_it_like_any_model():
     """Batches, prompts in parts and shared prefixes give the tokens of the torch decoder."""
-    weights = PresetWeights(LLAMA, "fp32")
+    weights = PresetWeights(NATIVE, "fp32")
     prompts = [
         [(7 * i + k) % 129 for k in range(length)] for i, length in enumerate((3, 40, 17, 1))
     ]

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from tiny_configs import NATIVE
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels.native import library
@@ -17,20 +18,6 @@ from flyweight.models.presets import PresetWeights
 from flyweight.tensors import IntGroup
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
-
-TINY = dict(
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=256,
-    hidden_act="silu",
-    dtype="float32",
-    tie_word_embeddings=True,
-)
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -54,8 +41,10 @@ def multiply() -> torch.Tensor:
 
 def run_steps() -> torch.Tensor:
     """A prompt and twenty tokens after it, of two sequences."""
-    decoder = NativeDecoder(read_parts(PresetWeights(TINY, "int4")))
-    pages = [KVStorage(torch.zeros(8, 16, 2, 16), torch.zeros(8, 16, 2, 16)) for _ in range(2)]
+    decoder = NativeDecoder(read_parts(PresetWeights(NATIVE, "int4")))
+    page = (8, 16, 2, 16)
+    layers = NATIVE["num_hidden_layers"]
+    pages = [KVStorage(torch.zeros(page), torch.zeros(page)) for _ in range(layers)]
     tables = torch.arange(8, dtype=torch.int32).view(2, 4)
     logits = []
     for start, count in [(0, 11), *((11 + i, 1) for i in range(20))]:
