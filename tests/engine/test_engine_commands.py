@@ -134,7 +134,8 @@ def test_a_tokenizer_that_begins_texts_with_bos_gets_one_per_window():
 
 
 def test_a_prompt_beyond_the_context_is_one_line_and_exit_code_2(monkeypatch, capsys, smollm2):
-    asked = ("generate", smollm2, "--prompt", "one two three four five six seven eight nine ten", "--max-model-len", "8")
-    assert call(monkeypatch, *asked) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flyweight: ")]
-    assert "the prompt has 10 tokens, but the context holds 8" in line and "--max-model-len" in line
+    prompt = "one two three four five six seven eight nine ten"
+    assert call(monkeypatch, "generate", smollm2, "--prompt", prompt, "--max-model-len", "8") == 2
+    lines = capsys.readouterr().err.splitlines()
+    (told,) = [line for line in lines if line.startswith("flyweight: ")]
+    assert "the prompt has 10 tokens, but the context holds 8" in told and "--max-model-len" in told
