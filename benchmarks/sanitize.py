@@ -524,6 +524,18 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
 }
 
 
+# cases that call a kernel by its name, of Hopper alone
+OF_HOPPER = {"gemm-planes", "few", "few-quantized", "vptq-silu", "prompt", "prompt-paged"}
+
+
+def here() -> list[str]:
+    """The cases whose kernels this GPU has."""
+    from flyweight import gpu
+
+    hopper = gpu.of(0).has_warpgroups
+    return [name for name in CASES if hopper or name not in OF_HOPPER]
+
+
 def run_all(command: list[str], **options) -> int | None:
     """The exit code, or None after LIMIT_S: then the processes that it started end, too, or a
     kernel that hangs would keep the GPU busy for good, and whatever is measured after it would take
@@ -609,7 +621,7 @@ def main() -> None:
         "compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES])
     )
     parser.add_argument("--tool", nargs="+", default=[found_here] if found_here else [])
-    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--only", help="names of cases, with commas; default: what this GPU has")
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -626,7 +638,8 @@ def main() -> None:
         )
     from flyweight.bench.rows import ResultFile, environment_row, make_row
 
-    logs, names = options.logs or Path(tempfile.mkdtemp()), options.only.split(",")
+    logs = options.logs or Path(tempfile.mkdtemp())
+    names = options.only.split(",") if options.only else here()
     logs.mkdir(parents=True, exist_ok=True)
     environment, file = environment_row("cuda", measure_bandwidth=False), ResultFile(options.out)
     with ThreadPoolExecutor(16) as pool:

@@ -17,7 +17,7 @@ from flyweight.commands.conversation import Conversation
 from flyweight.commands.report import write
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import ResourceError
-from flyweight.kernels import compiler
+from flyweight.kernels import compiler, triton_cache
 from flyweight.kernels.native import library
 from flyweight.report.blocks import Figure, Paragraph, Point, Series
 
@@ -231,3 +231,39 @@ def test_a_quota_is_no_matter_of_free_bytes(tmp_path, monkeypatch):
         saving.reason(OSError(122, "Disk quota exceeded"), tmp_path, needed=10)
         == "Disk quota exceeded"
     )
+
+
+@pytest.fixture
+def disks(tmp_path, monkeypatch):
+    """Triton's own folder, on a disk of `free["usual"]` bytes, and another place with room."""
+    usual, other = tmp_path / "usual", tmp_path / "other"
+    other.mkdir()
+    free = {"usual": 0}
+
+    def usage(place):
+        return types.SimpleNamespace(
+            free=free["usual"] if usual in [place, *place.parents] else 10**9
+        )
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(usual))
+    monkeypatch.setattr("tempfile.tempdir", str(other))
+    triton_cache.ensure_room.cache_clear()
+    yield types.SimpleNamespace(usual=usual, other=other, free=free)
+    triton_cache.ensure_room.cache_clear()
+
+
+def test_triton_compiles_elsewhere_where_its_cache_has_no_room(disks):
+    with pytest.warns(
+        UserWarning, match=r"usual: compiled kernels cannot be kept.*set TRITON_CACHE_DIR"
+    ):
+        triton_cache.ensure_room()
+    assert triton_cache.folder().is_relative_to(disks.other) and triton_cache.folder().is_dir()
+
+
+def test_triton_keeps_its_cache_where_there_is_room(disks):
+    disks.free["usual"] = 10**9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        triton_cache.ensure_room()
+    assert triton_cache.folder() == disks.usual and not list(disks.other.iterdir())

@@ -43,6 +43,7 @@ q2=preset:qwen2 q4=preset:qwen3-4b q8=preset:qwen3-8b moe=preset:qwen2-57b-a14b 
 long=preset:qwen3-8b-yarn
 first=seed-000 second=seed-001 chain=qwen3-8b shapes=qwen3-8b rows=1,8,16,32,64,256,2048,4096,16384
 older=1,2,4,8,16,32,64,2048,8192
+checked=--no-check; if [ -n "${CHECK:-}" ]; then checked=--check; fi
 latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
 read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
@@ -135,10 +136,11 @@ piece() {
       flyweight sampled-throughput 30 $sampled bench throughput $q8:int4 "${drawn[@]}" --prompts 100 --repeats 1 --backend native ;;
     long) for scheme in int4 w8a8 bf16; do for kind in model fp8 int8; do piece long-$scheme-$kind; done; done ;;
     long-*) # long-SCHEME-KIND; 45 s where warm-long has compiled, half as long again where not: 44 to 50 kernels. The dear
-      # workload is 4k x 32, 15 s of it, then 16k x 8 and 64k x 1. A row is in the file as soon as it is measured.
+      # workload is 4k x 32, 15 s of it, then 16k x 8 and 64k x 1. A row is in the file as soon as it is measured;
+      # CHECK=1 checks tokens too, also of rows that are there.
       [[ $1 =~ ^long-(int4|w8a8|bf16)-(model|fp8|int8)$ ]] || { echo "no piece $1"; return 1; }
       flyweight $1 100 options/long-contexts.jsonl bench latency $long:${BASH_REMATCH[1]} --kv-dtype ${BASH_REMATCH[2]} \
-        "${contexts[@]}" --repeats 1 --no-check --backend native ;;
+        "${contexts[@]}" --repeats 1 $checked --backend native ;;
     families) take families/speed.jsonl; add families 300 "$root/benchmarks/families.py" speed "${speeds[@]}" --out families/speed.jsonl ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;

@@ -32,7 +32,10 @@ def test_every_format_is_timed_cold_and_hot_and_is_right(format, rows):
             bandwidth=4000.0,
         )
     )
-    assert row["relative_error"] <= BF16 and row["us_hot"] > 0 and row["host_us"] > 0
+    # without float8 products x stays in 16 bits, and the format's own rounding of it is missing
+    narrow = format != "fp8" or gpu.of(0).has_float8
+    assert row["relative_error"] <= (BF16 if narrow else row["error_bound"])
+    assert row["us_hot"] > 0 and row["host_us"] > 0
     assert 0 < row["us_p10"] <= row["us"] <= row["us_p90"]
     assert (row["us_alone"] is not None) == gpu.of(0).has_dependent_launch
 

@@ -125,13 +125,13 @@ def test_every_piece_becomes_a_command_line_that_the_package_knows(tmp_path):
         check_lines((tmp_path / "plan").read_text().splitlines(), root)
 
 
-def planned(tmp_path, *pieces):
+def planned(tmp_path, *pieces, **more):
     """Lines of the plan of these pieces, and what was printed where there is none."""
     stub = tmp_path / "python3"
     stub.write_text(f'#!/bin/sh\ncp "$2" {tmp_path}/plan\n')
     stub.chmod(0o755)
     root = COMMANDS.parents[2]
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out")}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(tmp_path / "out"), **more}
     done = subprocess.run(
         [root / "benchmarks/h200/measure.sh", *pieces],
         cwd=root,
@@ -154,6 +154,8 @@ def test_long_contexts_are_measured_in_parts(tmp_path):
         words[words.index("-o") + 1] == "options/long-contexts.jsonl"
         and words.count("--workload") == 3
     )
+    (checked,) = planned(tmp_path, "long-w8a8-fp8", CHECK="1")
+    assert checked == line.replace(" --no-check ", " --check ") != line
     assert planned(tmp_path, "long-bf16") == "no piece long-bf16\n"
     assert planned(tmp_path, "long-int3-model") == "no piece long-int3-model\n"
 

@@ -21,6 +21,8 @@ SPECIFICATION.loader.exec_module(module)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", module.CASES)
 def test_cases_are_right_without_the_tool(name):
+    if name not in module.here():
+        pytest.skip("of a kernel for Hopper alone")
     torch.manual_seed(0)
     case, _, limit = module.CASES[name]
     assert case() <= limit

@@ -23,7 +23,7 @@ from gpu_models import (
     run,
 )
 
-from flyweight import LLM, SamplingParams
+from flyweight import LLM, SamplingParams, gpu
 
 pytestmark = pytest.mark.gpu
 GAP = 0.1  # of logprobs
@@ -44,6 +44,10 @@ BOUND = {
     "sparse-int4": 0.03,
     "sparse-w8a8": 0.1,
 }
+# Before Hopper codes of several rows meet their scales in 16 bits, before the product: a rounding
+# more for every weight.
+BEFORE_HOPPER = 0.05
+SCALED = {"int4", "int4-sym", "int8", "w8a16"}
 FORMATS = [*(("tiny", scheme) for scheme in BOUND), *([(FOLDER, "file")] if FOLDER else [])]
 
 
@@ -62,7 +66,8 @@ def test_logits_are_those_of_the_cpu(model, scheme):
     got = torch.cat([*forced(decoder, tokens, DECODED)]).float().cpu()
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     print(f"{model} {scheme}: prefill {error[:known].max():.4f}, decode {error[known:].max():.4f}")
-    assert error.max() < BOUND.get(scheme, 0.1)
+    older = scheme in SCALED and not gpu.of(0).has_warpgroups
+    assert error.max() < (BEFORE_HOPPER if older else BOUND.get(scheme, 0.1))
 
 
 @pytest.fixture(

@@ -205,3 +205,16 @@ def test_a_copy_has_weights_of_its_own_and_nothing_that_was_made_ready_for_the_f
     assert torch.equal(copied.weights, prepared.weights) and torch.equal(
         copied.channel_scale, prepared.channel_scale
     )
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8"])
+def test_a_round_has_a_thread_for_every_output(kind, name):
+    """Small matrices have few warps, and where little shared memory is free half as many."""
+    for inputs in (512, 576, 768, 896, 1536, 4096):
+        matrix = Matrix(FORMATS[kind], 256, inputs, 128 if FORMATS[kind].grouped else inputs)
+        for rows in range(1, 9):
+            found = gemv.fitting_plan(
+                matrix, rows, GPUS[name], tiles=max(1, 16 // rows), more=20480
+            )
+            assert found is None or found.slots * 16 * rows <= 32 * found.warps, (inputs, rows)

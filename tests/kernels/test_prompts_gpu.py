@@ -25,6 +25,7 @@ def product(tensor, x, kind):
     return narrow.quantize_input(x).float() @ narrow.dequantize().float().T
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize(("outputs", "inputs", "rows"), [(6144, 4096, 2048), (4096, 12288, 300)])
 def test_many_rows_are_multiplied_in_8_bits(kind, outputs, inputs, rows):

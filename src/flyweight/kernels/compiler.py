@@ -119,16 +119,16 @@ def keep(path: Path, cubin: bytes) -> None:
     except OSError as error:
         if path.parent not in _unkept:
             _unkept.add(path.parent)
-            warnings.warn(not_kept(path, reason(error, path, len(cubin))))
+            warnings.warn(not_kept(path.parent, reason(error, path, len(cubin))))
 
 
 _unkept: set[Path] = set()  # folders of which that was told
 
 
-def not_kept(path: Path, why: str) -> str:
+def not_kept(folder: Path, why: str, *, setting: str = "FLYWEIGHT_CACHE") -> str:
     return (
-        f"{path.parent}: compiled kernels cannot be kept there ({why}), so the next run compiles "
-        "them again; make room, or set FLYWEIGHT_CACHE to another folder"
+        f"{folder}: compiled kernels cannot be kept there ({why}), so the next run compiles "
+        f"them again; make room, or set {setting} to another folder"
     )
 
 

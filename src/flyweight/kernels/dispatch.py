@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import cpu, imitation, reference
+from flyweight.kernels import cpu, imitation, reference, triton_cache
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
 from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
@@ -291,6 +291,7 @@ def _cuda_ops() -> ModuleType:
         )
         return reference
     imitation.tell_triton()
+    triton_cache.ensure_room()
     return importlib.import_module("flyweight.kernels.cuda_ops")
 
 

@@ -160,7 +160,7 @@ class Gptq(Format):
         stored = unpack(words, bits, rows)
         read = {"2": stored, "1": (stored + 1) & ((1 << bits) - 1)}
         if bits == 3:
-            ones = torch.tensor(ONES_OF_GPTQMODEL, dtype=torch.int32)
+            ones = torch.tensor(ONES_OF_GPTQMODEL, dtype=torch.int32, device=words.device)
             ones = ones.repeat(-(-words.shape[1] // 3))[: words.shape[1]]
             read["1 of GPTQModel"] = unpack(words + ones, bits, rows)
         way = "2" if self.version2 else "1"

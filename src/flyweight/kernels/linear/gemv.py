@@ -265,7 +265,9 @@ def fitting_plan(
     ]
     if wanted.own_bytes:  # smaller shares, or those of fewer warps, rather than two of each
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
-        fewer: dict[str, Any] = dict(fewest=3, warps=wanted.warps // 2)
+        warps = max(FEWEST_WARPS, wanted.warps // 2)
+        slots = max(1, min(wanted.slots or 1, 2 * warps // rows))
+        fewer: dict[str, Any] = dict(fewest=3, warps=warps, slots=slots)
         several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):

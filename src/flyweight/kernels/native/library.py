@@ -72,7 +72,7 @@ def build() -> Path:
         made = build_elsewhere(compiler.command, flags, path.name)
         if made is None:
             raise
-        warnings.warn(not_kept(path, reason(error, path)))
+        warnings.warn(not_kept(path.parent, reason(error, path)))
         return made
 
 
