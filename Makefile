@@ -55,7 +55,7 @@ test-interop: .venv-interop/installed
 
 lint: .venv/installed
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check src benchmarks
+	$(BIN)/ruff format --check src benchmarks tests
 	$(BIN)/mypy
 
 # Every table and picture of the rows in benchmarks/h200/.

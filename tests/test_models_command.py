@@ -62,8 +62,10 @@ def test_models_of_both_caches_are_listed(cache, capsys):
 
 @pytest.mark.parametrize("verb", ["list", "ps"])
 def test_a_list_does_not_wait_for_torch(cache, verb):
-    code = (f"import sys\nfrom flyweight.cli import main\ntry: main([{verb!r}])\n"
-            "except SystemExit: pass\nprint('torch' in sys.modules)")
+    code = (
+        f"import sys\nfrom flyweight.cli import main\ntry: main([{verb!r}])\n"
+        "except SystemExit: pass\nprint('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 

@@ -1,4 +1,6 @@
-"""What the rows of a folder cover: missing pieces are counted, later code replaces earlier, changed code is named."""
+"""What the rows of a folder cover: missing pieces are counted, later code replaces earlier, changed
+code is named.
+"""
 
 import subprocess
 import sys
@@ -15,12 +17,29 @@ from flyweight.report.rows import Results
 
 
 def kernel(number, *, environment="old", time="2026-01-01T00:00:00", us=1.0, status="ok"):
-    return {"schema": 1, "bench": "kernel", "run_id": f"{environment}{number}", "time": time, "environment": environment,
-            "status": status, "format": "vptq", "kernel": "vptq", "shape": "seed-000", "in_features": number, "us": us}
+    return {
+        "schema": 1,
+        "bench": "kernel",
+        "run_id": f"{environment}{number}",
+        "time": time,
+        "environment": environment,
+        "status": status,
+        "format": "vptq",
+        "kernel": "vptq",
+        "shape": "seed-000",
+        "in_features": number,
+        "us": us,
+    }
 
 
 def results(rows, **commits):
-    return Results(tuple(rows), {name: {"id": name, "device": "a GPU", "commit": commit} for name, commit in commits.items()})
+    return Results(
+        tuple(rows),
+        {
+            name: {"id": name, "device": "a GPU", "commit": commit}
+            for name, commit in commits.items()
+        },
+    )
 
 
 def test_a_piece_of_which_rows_are_missing_is_told_with_how_many_there_are():
@@ -32,7 +51,8 @@ def test_a_piece_of_which_rows_are_missing_is_told_with_how_many_there_are():
 
 
 def test_what_later_code_measured_again_is_left_out_and_told():
-    old, new = [kernel(1), kernel(2)], kernel(1, environment="new", time="2026-02-01T00:00:00", us=0.5)
+    old = [kernel(1), kernel(2)]
+    new = kernel(1, environment="new", time="2026-02-01T00:00:00", us=0.5)
     found = covered.latest(results([*old, new], old="aaa", new="bbb"))
     assert [row["run_id"] for row in found.rows] == ["old2", "new1"]
     (note,) = found.notes
@@ -53,8 +73,12 @@ def test_repeats_of_one_commit_stay_together_though_their_processes_differ():
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     def git(*words):
-        return subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], check=True, capture_output=True,
-                              text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
 
     monkeypatch.chdir(tmp_path)
     git("init", "-q")

@@ -1,4 +1,6 @@
-"""Tables of the documents that are typed by hand and name a file of rows: their figures are in it."""
+"""Tables of the documents that are typed by hand and name a file of rows: their figures are in
+it.
+"""
 
 import itertools
 import json
@@ -15,7 +17,9 @@ CLOSE = 0.006  # of a quotient: that of two figures of the line is of rounded on
 
 
 def lines_with_rows(text: str) -> list[tuple[str, list[str]]]:
-    """(file, cells) of every table line that names a file, or says `the same` after one that does."""
+    """(file, cells) of every table line that names a file, or says `the same` after one that
+    does.
+    """
     found, file = [], None
     for line in text.splitlines():
         if not line.startswith("|"):
@@ -56,7 +60,9 @@ def says(printed: str, value: float) -> bool:
 
 
 def rows_of(name: str) -> list[float]:
-    paths = [path for path in (ROOT / "benchmarks").rglob("*.jsonl") if f"/{path}".endswith(f"/{name}")]
+    paths = [
+        path for path in (ROOT / "benchmarks").rglob("*.jsonl") if f"/{path}".endswith(f"/{name}")
+    ]
     assert paths, f"no file {name}"
     lines = [line for path in paths for line in path.read_text().splitlines()]
     return [number for line in lines for number in numbers(json.loads(line))]
@@ -70,7 +76,9 @@ def missing(text: str) -> list[tuple[str, str]]:
         for one in printed:
             others = [plain(other) for other in printed if other != one]
             quotients = (a / b for a, b in itertools.permutations(others, 2) if b)
-            is_quotient = any(abs(plain(one) / quotient - 1) <= CLOSE for quotient in quotients if quotient)
+            is_quotient = any(
+                abs(plain(one) / quotient - 1) <= CLOSE for quotient in quotients if quotient
+            )
             if not is_quotient and not any(says(one, value) for value in values):
                 found.append((file, one))
     return found

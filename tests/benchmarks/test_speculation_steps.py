@@ -20,7 +20,11 @@ def here(monkeypatch):
     """Few tokens, on a CPU; whatever is forced is forgotten afterwards."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(flight, "count_accepted", flight.count_accepted)
-    monkeypatch.setattr(steps, "GREEDY", steps.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True).with_defaults({}))
+    monkeypatch.setattr(
+        steps,
+        "GREEDY",
+        steps.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True).with_defaults({}),
+    )
 
 
 def test_answers_with_forced_guesses_say_what_was_forced(here):
@@ -28,7 +32,11 @@ def test_answers_with_forced_guesses_say_what_was_forced(here):
     decoder = steps.load(options, "tiny", torch.device("cpu"))
     none, *forced = steps.answers(decoder, options)
     assert none["guesses"] == 0 and none["tok_s"] > 0 and "accept_flags" not in none
-    assert [(row["drafter"], row["guesses"]) for row in forced] == [("costs nothing", 3), ("costs nothing", 7), ("eagle3, random weights", 3)]
+    assert [(row["drafter"], row["guesses"]) for row in forced] == [
+        ("costs nothing", 3),
+        ("costs nothing", 7),
+        ("eagle3, random weights", 3),
+    ]
     assert all(row["accept_flags"] == "forced" and row["tokens_per_step"] > 2 for row in forced)
 
 

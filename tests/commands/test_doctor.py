@@ -218,9 +218,7 @@ def test_what_was_measured_is_written_read_and_used(monkeypatch, tmp_path, l4):
     assert tuned.of(l4).formats["plain"].routes == base.formats["plain"].routes, (
         "what was not measured stays borrowed"
     )
-    assert tuned.of(GPUS["sm_89"]).name == base.name, (
-        "another card of that kind is not that card"
-    )
+    assert tuned.of(GPUS["sm_89"]).name == base.name, "another card of that kind is not that card"
     assert examination.tuned_state(l4).startswith("measured")
     monkeypatch.undo()
     tuned.forget()

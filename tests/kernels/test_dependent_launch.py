@@ -1,4 +1,6 @@
-"""Dependent launches of GPUs that have none: which edges a captured graph gets, with a driver that only notes them."""
+"""Dependent launches of GPUs that have none: which edges a captured graph gets, with a driver that
+only notes them.
+"""
 
 import dataclasses
 
@@ -74,7 +76,9 @@ def test_what_follows_otherwise_waits_for_both_and_begins_anew(graph):
 
 
 def test_a_launch_of_another_kind_waits_for_both_and_begins_anew(graph):
-    """One block on every SM and blocks that need an SM of their own: together they might not fit."""
+    """One block on every SM and blocks that need an SM of their own: together they might not
+    fit.
+    """
     for _ in range(2):
         launch(graph)
     before, _ = launch(graph, Room.OTHER_PROCESSORS)
@@ -108,7 +112,9 @@ def test_only_gpus_before_hopper_count():
 
 
 def test_every_source_with_counters_takes_them():
-    """A source of the list has the parameters, begins and ends with them; another has none of them."""
+    """A source of the list has the parameters, begins and ends with them; another has none of
+    them.
+    """
     for path in compiler.SOURCES.glob("*.cu"):
         text = path.read_text()
         counts = path.name in dependent_launch.SOURCES

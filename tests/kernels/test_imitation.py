@@ -1,4 +1,6 @@
-"""Another GPU's code on the GPU that is here: what is compiled, what is refused, what is said. No GPU needed."""
+"""Another GPU's code on the GPU that is here: what is compiled, what is refused, what is said. No
+GPU needed.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,18 @@ from flyweight.gpu import GPUS, Gpu
 from flyweight.kernels import compiler, imitation, jit, library
 
 H200 = GPUS["sm_90a"]
-ROPE = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
+ROPE = dict(
+    FP16=0,
+    HEADS=32,
+    KV_HEADS=8,
+    HEAD_DIM=128,
+    ROTARY=128,
+    PAGE=16,
+    QK_NORM=1,
+    WINDOW=0,
+    WARPS=8,
+    SHORTEST=64,
+)
 
 
 @pytest.fixture
@@ -24,8 +37,12 @@ def on_an_h200(monkeypatch):
     gpu.imitate(None)
 
 
-@pytest.mark.parametrize(("name", "target"), [("sm_80", "compute_80"), ("sm_86", "compute_86"), ("sm_89", "compute_89")])
-def test_the_variable_gives_the_other_gpus_limits_and_its_virtual_architecture(on_an_h200, name, target):
+@pytest.mark.parametrize(
+    ("name", "target"), [("sm_80", "compute_80"), ("sm_86", "compute_86"), ("sm_89", "compute_89")]
+)
+def test_the_variable_gives_the_other_gpus_limits_and_its_virtual_architecture(
+    on_an_h200, name, target
+):
     on_an_h200.setenv(gpu.PRETEND, name)
     found = gpu.of(0)
     assert (found.major, found.minor) == (GPUS[name].major, GPUS[name].minor)
@@ -82,19 +99,34 @@ def test_results_say_that_they_are_an_imitations(on_an_h200):
 def test_ptx_is_of_the_virtual_architecture_and_kept_apart(tmp_path, monkeypatch):
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    codes = {arch: compiler.compile_cubin("rope.cu", ROPE, arch) for arch in ("compute_80", "compute_89", "sm_80")}
+    codes = {
+        arch: compiler.compile_cubin("rope.cu", ROPE, arch)
+        for arch in ("compute_80", "compute_89", "sm_80")
+    }
     assert library.target_of(codes["compute_80"]) == "sm_80"
     assert library.target_of(codes["compute_89"]) == "sm_89"
     assert library.target_of(codes["sm_80"]) == "cubin"
-    assert sorted(path.suffix for path in (tmp_path / "kernels").iterdir()) == [".cubin", ".ptx", ".ptx"]
-    assert compiler.compile_cubin("rope.cu", ROPE, "compute_80") == codes["compute_80"], "from the cache"
+    assert sorted(path.suffix for path in (tmp_path / "kernels").iterdir()) == [
+        ".cubin",
+        ".ptx",
+        ".ptx",
+    ]
+    assert compiler.compile_cubin("rope.cu", ROPE, "compute_80") == codes["compute_80"], (
+        "from the cache"
+    )
     with pytest.raises(compiler.KernelError, match="does not compile for compute_80"):
         compiler.compile_cubin("rope.cu", {}, "compute_80")
 
 
-@pytest.mark.parametrize(("asked", "reason"), [
-    (dict(shared=100 << 10), "bytes of shared memory"), (dict(threads=1056), "threads"),
-    (dict(cluster=2), "in a cluster"), (dict(threads=1024, registers=80), "registers")])
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (dict(shared=100 << 10), "bytes of shared memory"),
+        (dict(threads=1056), "threads"),
+        (dict(cluster=2), "in a cluster"),
+        (dict(threads=1024, registers=80), "registers"),
+    ],
+)
 def test_a_launch_that_the_other_gpu_would_refuse_is_refused(asked, reason):
     fits = dict(name="gemv", blocks=84, threads=512, shared=99 << 10, cluster=1, registers=64)
     assert imitation.Launched(**fits).refused_by(GPUS["sm_86"]) is None
@@ -121,9 +153,15 @@ def test_blocks_at_once_are_bound_by_threads_memory_and_registers():
     assert imitation.Launched("x", 10, 256, 0, 1, 255).resident(small) == 10
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("sm_75", "sm_75 is older than Ampere"), ("sm_70:80", "older than Ampere"), ("sm_91a", "did you mean 'sm_90a'"), ("sm_80:no", "sm_80:N"),
-])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("sm_75", "sm_75 is older than Ampere"),
+        ("sm_70:80", "older than Ampere"),
+        ("sm_91a", "did you mean 'sm_90a'"),
+        ("sm_80:no", "sm_80:N"),
+    ],
+)
 def test_a_gpu_that_is_not_known_is_refused_with_the_reason(name, told):
     with pytest.raises(OptionError, match=told):
         gpu.by_name(name)

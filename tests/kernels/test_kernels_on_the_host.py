@@ -1,4 +1,6 @@
-"""The CUDA sources themselves, compiled for and run on the CPU: every index and every barrier of a kernel, without a GPU."""
+"""The CUDA sources themselves, compiled for and run on the CPU: every index and every barrier of a
+kernel, without a GPU.
+"""
 
 import dataclasses
 
@@ -46,11 +48,15 @@ def make(kind, shape, seed=0):
         tensor = Float8.random(shape, seed)
         return dataclasses.replace(tensor, scales=tensor.scales[:1]) if seed % 2 else tensor
     if kind == "fp8-static":
-        return dataclasses.replace(make("fp8", shape, seed), input_scale=torch.tensor([3 / 448]), activation="static")
+        return dataclasses.replace(
+            make("fp8", shape, seed), input_scale=torch.tensor([3 / 448]), activation="static"
+        )
     if kind == "fp8-block":  # kernels leave x in 16 bits
         return dataclasses.replace(Float8.random(shape, seed, block=128), activation="none")
     if kind in ("plain", "w8a8", "mxfp4", "sparse-w8a8"):
-        return {"plain": Plain, "w8a8": Int8Channel, "mxfp4": Float4, "sparse-w8a8": Sparse24}[kind].random(shape, seed)
+        return {"plain": Plain, "w8a8": Int8Channel, "mxfp4": Float4, "sparse-w8a8": Sparse24}[
+            kind
+        ].random(shape, seed)
     bits, group, *zeros = kind.removeprefix("sparse-").split(":")
     options = dict(bits=int(bits[3:]), group_size=int(group), symmetric=bool(zeros), **grouped)
     return base.random(shape, seed, dtype=torch.bfloat16, **options)
@@ -71,18 +77,33 @@ def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-# Ragged ends, several tiles a CTA, stages that do not divide among the warps; odd seeds of fp8 have one scale for the tensor.
-CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 640)), ("int4:32", 8, (40, 320)),
-         ("int8:64", 1, (136, 576)), ("fp8", 1, (40, 200)), ("fp8-static", 2, (136, 576)), ("sparse-w8a8", 1, (40, 200)),
-         ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576)), ("sparse-int8:64:symmetric", 1, (40, 320)),
-         ("fp8-block", 1, (136, 576)), ("fp8-block", 8, (136, 320)),
-         ("mxfp4", 8, (40, 352)), ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
+# Ragged ends, several tiles a CTA, stages that do not divide among the warps; odd seeds of fp8 have
+# one scale for the tensor.
+CASES = [
+    ("plain", 2, (40, 200)),
+    ("w8a8", 8, (40, 320)),
+    ("int4:128", 1, (136, 640)),
+    ("int4:32", 8, (40, 320)),
+    ("int8:64", 1, (136, 576)),
+    ("fp8", 1, (40, 200)),
+    ("fp8-static", 2, (136, 576)),
+    ("sparse-w8a8", 1, (40, 200)),
+    ("sparse-int8:64", 2, (40, 320)),
+    ("sparse-int4:32", 1, (136, 576)),
+    ("sparse-int8:64:symmetric", 1, (40, 320)),
+    ("fp8-block", 1, (136, 576)),
+    ("fp8-block", 8, (136, 320)),
+    ("mxfp4", 8, (40, 352)),
+    ("sparse-int4:128:symmetric", 8, (40, 640)),
+    ("sparse-int4:32:symmetric", 2, (40, 320)),
+]
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape"), CASES)
 def test_few_rows_are_multiplied(kind, rows, shape):
     tensor = make(kind, shape, 1)
-    x, out = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows, shape[0]), float("nan")).bfloat16()
+    x = torch.randn(rows, shape[1]).bfloat16()
+    out = torch.full((rows, shape[0]), float("nan")).bfloat16()
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
     assert error(gemv.multiply(weight, x, out), tensor.matmul_reference(x)) < 1e-2
 
@@ -93,26 +114,43 @@ def test_few_rows_are_multiplied_with_weights_that_each_warp_copies(kind, rows, 
     test_few_rows_are_multiplied(kind, rows, shape)
 
 
-@pytest.mark.parametrize(("kind", "columns", "warps"), [("int4:128", 2560, 5), ("w8a8", 2560, 7), ("int4:128", 64, 4)])
+@pytest.mark.parametrize(
+    ("kind", "columns", "warps"), [("int4:128", 2560, 5), ("w8a8", 2560, 7), ("int4:128", 64, 4)]
+)
 def test_warps_that_would_have_no_share_of_a_stage_are_left_out(kind, columns, warps, monkeypatch):
     monkeypatch.setattr(gpu, "of", lambda _: OLDER)
     tensor, x = make(kind, (40, columns), 1), torch.randn(1, columns).bfloat16()
-    norm, weight = (1 + 0.1 * torch.randn(columns)).bfloat16(), tiles.prepare(tensor, dtype=torch.bfloat16)
+    norm = (1 + 0.1 * torch.randn(columns)).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
     assert gemv.fitting_plan(weight.matrix, 1, OLDER, tiles=1).warps == warps
-    assert error(gemv.multiply(weight, x, norm=Norm(norm, 1e-6)), tensor.matmul_reference(norm_of(x, norm))) < 1e-2
+    assert (
+        error(
+            gemv.multiply(weight, x, norm=Norm(norm, 1e-6)),
+            tensor.matmul_reference(norm_of(x, norm)),
+        )
+        < 1e-2
+    )
 
 
 @pytest.mark.parametrize("held", [1, 9])
 def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monkeypatch):
-    weight, x = tiles.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16), torch.randn(1, 640).bfloat16()
+    weight = tiles.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16)
+    x = torch.randn(1, 640).bfloat16()
     want = gemv.multiply(weight, x)
     retune(monkeypatch, formats={"int4": dict(gemv_late_stages=held)})
     assert torch.equal(gemv.multiply(weight, x), want)
 
 
 # 5 CTAs: of 9 tiles and 18 stages or more, so that most begin and end inside of tiles.
-@pytest.mark.parametrize(("kind", "rows", "activation", "device"), [
-    ("int4:128", 1, None, host_cuda.HOST), ("int4:128", 1, None, OLDER), ("w8a8", 2, "silu", OLDER), ("plain", 1, "silu", OLDER)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "activation", "device"),
+    [
+        ("int4:128", 1, None, host_cuda.HOST),
+        ("int4:128", 1, None, OLDER),
+        ("w8a8", 2, "silu", OLDER),
+        ("plain", 1, "silu", OLDER),
+    ],
+)
 def test_ctas_that_share_tiles_hand_their_sums_over(kind, rows, activation, device, monkeypatch):
     tensor, x = make(kind, (144, 1280), 1), torch.randn(rows, 1280).bfloat16()
     norm, bias = Norm((1 + 0.1 * torch.randn(1280)).bfloat16(), 1e-6), torch.randn(144).bfloat16()
@@ -128,7 +166,9 @@ def test_ctas_that_share_tiles_hand_their_sums_over(kind, rows, activation, devi
 
 
 def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
-    tensor, bias, norm = make("fp8", (96, 192), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(192)).bfloat16()
+    tensor = make("fp8", (96, 192), 1)
+    bias = torch.randn(96).bfloat16()
+    norm = (1 + 0.1 * torch.randn(192)).bfloat16()
     x = torch.randn(2, 192).bfloat16()
     gate, up = (tensor.matmul_reference(norm_of(x, norm)) + bias.double()).chunk(2, -1)
     weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation="silu")
@@ -139,7 +179,9 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
 @pytest.mark.parametrize(("kind", "rows"), [("int4:128", 1), ("plain", 2)])
 def test_a_norm_before_and_a_residual_after_are_fused_together(kind, rows):
     """As linears with adapters have it: what these add comes as a residual."""
-    tensor, x, residual = make(kind, (72, 256), 1), torch.randn(rows, 256).bfloat16(), torch.randn(rows, 72).bfloat16()
+    tensor = make(kind, (72, 256), 1)
+    x = torch.randn(rows, 256).bfloat16()
+    residual = torch.randn(rows, 72).bfloat16()
     norm = (1 + 0.1 * torch.randn(256)).bfloat16()
     got = linear_of(tensor).project(x, norm=Norm(norm, 1e-6), residual=residual)
     assert error(got, tensor.matmul_reference(norm_of(x, norm)) + residual.double()) < 1e-2
@@ -168,78 +210,170 @@ def test_gelu_is_fused_too(rows):
     assert error(got, want) < 1e-2
 
 
-@pytest.mark.parametrize(("kind", "rows", "choices"), [
-    ("w8a8", 2, None), ("int4:128", 1, None), ("fp8", 8, None), ("w8a8", 20, {}), ("fp8", 9, {}),
-    ("int4:128", 16, dict(int16_inputs=True)), ("int8:64", 20, {})])
+@pytest.mark.parametrize(
+    ("kind", "rows", "choices"),
+    [
+        ("w8a8", 2, None),
+        ("int4:128", 1, None),
+        ("fp8", 8, None),
+        ("w8a8", 20, {}),
+        ("fp8", 9, {}),
+        ("int4:128", 16, dict(int16_inputs=True)),
+        ("int8:64", 20, {}),
+    ],
+)
 def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind, rows, choices):
-    weight, x = tiles.prepare(make(kind, (72, 512)), dtype=torch.bfloat16), torch.randn(rows, 512).bfloat16()
+    weight = tiles.prepare(make(kind, (72, 512)), dtype=torch.bfloat16)
+    x = torch.randn(rows, 512).bfloat16()
     x[rows // 2, 200] = float("nan")
-    got = gemv.multiply(weight, x) if choices is None else gemm.multiply(weight, x, forced=Forced(**choices))
+    got = (
+        gemv.multiply(weight, x)
+        if choices is None
+        else gemm.multiply(weight, x, forced=Forced(**choices))
+    )
     assert got[rows // 2].isnan().all() and got.isnan().any(-1).sum() == 1
 
 
-# Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
-MANY = [("plain", 20, (136, 192), {}), ("fp8-block", 20, (136, 256), {}), ("mxfp4", 70, (144, 160), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
-        ("int8:64:symmetric", 20, (128, 192), dict(split=LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
-        ("plain", 50, (200, 512), dict(split=CLUSTERS, warpgroups=3, cluster=4)),
-        ("int4:64", 30, (256, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
-        ("w8a8", 60, (240, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
-        ("int8:128:symmetric", 60, (200, 1024), dict(split=MAILBOX, warpgroups=2, cluster=4)),
-        ("w8a8", 20, (240, 1024), dict(split=MAILBOX, warpgroups=2, cluster=3)),
-        ("w8a8", 5, (136, 512), dict(split=CLUSTERS, tokens=8, warpgroups=1, cluster=2)),  # tiles of 16 rows, without work
-        *(("w8a8", 20, (136, 1024), dict(split=CLUSTERS, warpgroups=2, cluster=3, separate_exchange=separate))
-          for separate in (False, True)),
-        ("fp8", 60, (136, 1024), dict(split=CLUSTERS, warpgroups=1, cluster=2, separate_exchange=True)),
-        ("int8:64", 30, (72, 2048), dict(split=CLUSTERS, warpgroups=1, cluster=8, separate_exchange=True)),  # half own columns
-        ("int4:64", 200, (200, 512), dict(split=CLUSTERS, tokens=128, warpgroups=3, cluster=2)),
-        ("int8:128:symmetric", 150, (144, 768), dict(split=MAILBOX, tokens=128, warpgroups=2, cluster=3)),
-        ("w8a8", 260, (136, 512), dict(split=MAILBOX, tokens=256, warpgroups=2, cluster=2)),
-        ("w8a8", 70, (144, 320), dict(split=WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=LINE)),
-        ("fp8", 130, (144, 448), dict(split=WHOLE, tokens=128, warpgroups=2)),
-        ("plain", 200, (136, 192), dict(split=LINE, tokens=160, warpgroups=2)),
-        ("int4:64", 200, (144, 192), dict(split=WHOLE, tokens=192, warpgroups=2)),
-        ("w8a8", 230, (144, 320), dict(split=WHOLE, tokens=224, warpgroups=2)),
-        ("int4:64", 20, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2)),  # 9 stages
-        ("plain", 50, (72, 1024), dict(split=CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
-        ("w8a8", 60, (72, 1024), dict(split=MAILBOX, cluster=3, warpgroups=1, stage_blocks=2, teams=2)),
-        ("fp8", 60, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2, early_stages=1)),
-        ("fp8", 60, (72, 1536), dict(split=CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
-        ("int8:128:symmetric", 100, (80, 768), dict(split=WHOLE, tokens=128, warpgroups=1, stage_blocks=2, teams=2)),
-        ("sparse-w8a8", 20, (72, 192), dict(split=LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=LINE))]
+# Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared
+# memory.
+MANY = [
+    ("plain", 20, (136, 192), {}),
+    ("fp8-block", 20, (136, 256), {}),
+    ("mxfp4", 70, (144, 160), dict(split=WHOLE, tokens=64)),
+    ("int8:64", 20, (128, 192), dict(split=LINE)),
+    ("int8:64:symmetric", 20, (128, 192), dict(split=LINE)),
+    ("int8:192:symmetric", 40, (128, 192), {}),
+    ("plain", 50, (200, 512), dict(split=CLUSTERS, warpgroups=3, cluster=4)),
+    ("int4:64", 30, (256, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
+    ("w8a8", 60, (240, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
+    ("int8:128:symmetric", 60, (200, 1024), dict(split=MAILBOX, warpgroups=2, cluster=4)),
+    ("w8a8", 20, (240, 1024), dict(split=MAILBOX, warpgroups=2, cluster=3)),
+    # tiles of 16 rows, without work
+    ("w8a8", 5, (136, 512), dict(split=CLUSTERS, tokens=8, warpgroups=1, cluster=2)),
+    *(
+        (
+            "w8a8",
+            20,
+            (136, 1024),
+            dict(split=CLUSTERS, warpgroups=2, cluster=3, separate_exchange=separate),
+        )
+        for separate in (False, True)
+    ),
+    ("fp8", 60, (136, 1024), dict(split=CLUSTERS, warpgroups=1, cluster=2, separate_exchange=True)),
+    # half own columns
+    (
+        "int8:64",
+        30,
+        (72, 2048),
+        dict(split=CLUSTERS, warpgroups=1, cluster=8, separate_exchange=True),
+    ),
+    ("int4:64", 200, (200, 512), dict(split=CLUSTERS, tokens=128, warpgroups=3, cluster=2)),
+    (
+        "int8:128:symmetric",
+        150,
+        (144, 768),
+        dict(split=MAILBOX, tokens=128, warpgroups=2, cluster=3),
+    ),
+    ("w8a8", 260, (136, 512), dict(split=MAILBOX, tokens=256, warpgroups=2, cluster=2)),
+    ("w8a8", 70, (144, 320), dict(split=WHOLE, tokens=64, warpgroups=1)),
+    ("fp8", 20, (64, 192), dict(split=LINE)),
+    ("fp8", 130, (144, 448), dict(split=WHOLE, tokens=128, warpgroups=2)),
+    ("plain", 200, (136, 192), dict(split=LINE, tokens=160, warpgroups=2)),
+    ("int4:64", 200, (144, 192), dict(split=WHOLE, tokens=192, warpgroups=2)),
+    ("w8a8", 230, (144, 320), dict(split=WHOLE, tokens=224, warpgroups=2)),
+    # 9 stages
+    ("int4:64", 20, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2)),
+    (
+        "plain",
+        50,
+        (72, 1024),
+        dict(split=CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2),
+    ),
+    ("w8a8", 60, (72, 1024), dict(split=MAILBOX, cluster=3, warpgroups=1, stage_blocks=2, teams=2)),
+    (
+        "fp8",
+        60,
+        (72, 1152),
+        dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2, early_stages=1),
+    ),
+    (
+        "fp8",
+        60,
+        (72, 1536),
+        dict(split=CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2),
+    ),
+    (
+        "int8:128:symmetric",
+        100,
+        (80, 768),
+        dict(split=WHOLE, tokens=128, warpgroups=1, stage_blocks=2, teams=2),
+    ),
+    ("sparse-w8a8", 20, (72, 192), dict(split=LINE)),
+    ("sparse-int4:32", 20, (72, 192), dict(split=LINE)),
+]
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape", "choices"), MANY)
 def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, choices):
-    tensor, x, residual = make(kind, shape, 1), torch.randn(rows, shape[1]).bfloat16(), torch.randn(rows, shape[0]).bfloat16()
+    tensor = make(kind, shape, 1)
+    x = torch.randn(rows, shape[1]).bfloat16()
+    residual = torch.randn(rows, shape[0]).bfloat16()
     out = torch.full((rows, shape[0]), float("nan")).bfloat16()
-    got = gemm.multiply(tiles.prepare(tensor, dtype=torch.bfloat16), x, out, residual=residual, forced=Forced(**choices))
+    got = gemm.multiply(
+        tiles.prepare(tensor, dtype=torch.bfloat16),
+        x,
+        out,
+        residual=residual,
+        forced=Forced(**choices),
+    )
     assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
 
 
-# x as integers: tiles that are ragged, several stages, clusters, mail, two teams, more threads than inputs
-PLANES = [("int4:128", 20, (136, 512), dict(split=WHOLE, warpgroups=3)),
-          ("int4:128:symmetric", 9, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2)),
-          ("int4:128", 16, (200, 1024), dict(split=CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2)),
-          ("int8:128", 32, (200, 1024), dict(split=MAILBOX, warpgroups=2, cluster=3)),
-          ("int8:128:symmetric", 5, (64, 640), dict(split=WHOLE, warpgroups=1))]
+# x as integers: tiles that are ragged, several stages, clusters, mail, two teams, more threads than
+# inputs
+PLANES = [
+    ("int4:128", 20, (136, 512), dict(split=WHOLE, warpgroups=3)),
+    ("int4:128:symmetric", 9, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2)),
+    (
+        "int4:128",
+        16,
+        (200, 1024),
+        dict(split=CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2),
+    ),
+    ("int8:128", 32, (200, 1024), dict(split=MAILBOX, warpgroups=2, cluster=3)),
+    ("int8:128:symmetric", 5, (64, 640), dict(split=WHOLE, warpgroups=1)),
+]
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("kind", "rows", "shape", "choices"), PLANES)
 def test_few_rows_become_integers(kind, rows, shape, choices, normed):
-    tensor, x, residual = make(kind, shape, 1), torch.randn(rows, shape[1]).bfloat16(), torch.randn(rows, shape[0]).bfloat16()
+    tensor = make(kind, shape, 1)
+    x = torch.randn(rows, shape[1]).bfloat16()
+    residual = torch.randn(rows, shape[0]).bfloat16()
     x[:, 7] *= 200  # one input of a group far from the others
     x[rows // 2, 128:256] = 0
     norm = (1 + 0.1 * torch.randn(shape[1])).bfloat16()
     out = torch.full((rows, shape[0]), float("nan")).bfloat16()
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
-    got = gemm.multiply(weight, x, out, norm=Norm(norm, 1e-6) if normed else None, residual=residual,
-                        forced=Forced(int16_inputs=True, **choices))
-    assert error(got, tensor.matmul_reference(norm_of(x, norm) if normed else x) + residual.double()) < 5e-3
+    got = gemm.multiply(
+        weight,
+        x,
+        out,
+        norm=Norm(norm, 1e-6) if normed else None,
+        residual=residual,
+        forced=Forced(int16_inputs=True, **choices),
+    )
+    assert (
+        error(got, tensor.matmul_reference(norm_of(x, norm) if normed else x) + residual.double())
+        < 5e-3
+    )
 
 
-@pytest.mark.parametrize(("kind", "tokens", "warpgroups"), [
-    ("int4:64", 1, 2), ("w8a8", 2, 2), ("plain", 4, 2), ("int4:64", 12, 2), ("int4:64", 12, 4)])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "warpgroups"),
+    [("int4:64", 1, 2), ("w8a8", 2, 2), ("plain", 4, 2), ("int4:64", 12, 2), ("int4:64", 12, 4)],
+)
 def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, tokens, warpgroups):
     monkeypatch.setitem(many.WARPGROUPS, 16, warpgroups)
     assert error_of_experts(kind, tokens) < 8e-2
@@ -247,22 +381,32 @@ def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, to
 
 def error_of_experts(kind, tokens):
     count, chosen, hidden, width = 6, 2, 192, 64
-    tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
+    tensors = [
+        (make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)
+    ]
     gate_up = stack([linear_of(first, activation="silu") for first, _ in tensors])
     down = stack([linear_of(second) for _, second in tensors])
     ready = torch.zeros(1, dtype=torch.int32)
     router = torch.randn(count + 1, hidden) * hidden**-0.5
-    layer = GroupedExperts(gate_up, down, DeviceRouter(router, ready, Routing(count, chosen, normalize=True)))
+    layer = GroupedExperts(
+        gate_up, down, DeviceRouter(router, ready, Routing(count, chosen, normalize=True))
+    )
     x, norm = torch.randn(tokens, hidden).bfloat16(), (1 + 0.1 * torch.randn(hidden)).bfloat16()
     route = layer.route(x, norm=Norm(norm, 1e-6))
     assert check_route(layer, route, x, norm)
-    y, out, shared = layer.multiply(x, route, norm=Norm(norm, 1e-6)), torch.empty_like(x), torch.randn_like(x)
+    y = layer.multiply(x, route, norm=Norm(norm, 1e-6))
+    out = torch.empty_like(x)
+    shared = torch.randn_like(x)
     layer.combine(y, route, x, out, shared=shared)
     normed, want = norm_of(x, norm), route.gates.double()[:, None] * shared.double()
     for token in range(tokens):
-        for expert, share in zip(experts_of(route)[token].tolist(), route.shares[token].double(), strict=True):
+        for expert, share in zip(
+            experts_of(route)[token].tolist(), route.shares[token].double(), strict=True
+        ):
             gate, up = tensors[expert][0].matmul_reference(normed[token : token + 1]).chunk(2, -1)
-            product = tensors[expert][1].matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16())
+            product = tensors[expert][1].matmul_reference(
+                (torch.nn.functional.silu(gate) * up).bfloat16()
+            )
             want[token] += share * product[0]
     assert int(ready) == 0
     return error(out.double() - x.double(), want)
@@ -270,12 +414,22 @@ def error_of_experts(kind, tokens):
 
 @pytest.mark.parametrize(("kind", "tokens"), [("sparse-int4:64", 2), ("int4:64", 12)])
 def test_experts_that_another_router_has_chosen_come_back_added_up(kind, tokens):
-    """Experts below 0 are another GPU's: some of the first token's, all of the last one's, and then everybody's."""
+    """Experts below 0 are another GPU's: some of the first token's, all of the last one's, and then
+    everybody's.
+    """
     count, chosen, hidden, width = 6, 2, 192, 64
-    tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
-    layer = ChosenExperts(stack([linear_of(first, activation="silu") for first, _ in tensors]),
-                          stack([linear_of(second) for _, second in tensors]), DeviceRouter(
-                              torch.empty(0, hidden), torch.zeros(1, dtype=torch.int32), Routing(count, chosen, normalize=False)))
+    tensors = [
+        (make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)
+    ]
+    layer = ChosenExperts(
+        stack([linear_of(first, activation="silu") for first, _ in tensors]),
+        stack([linear_of(second) for _, second in tensors]),
+        DeviceRouter(
+            torch.empty(0, hidden),
+            torch.zeros(1, dtype=torch.int32),
+            Routing(count, chosen, normalize=False),
+        ),
+    )
     x, shares = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, chosen)
     ids = torch.stack([torch.randperm(count)[:chosen] for _ in range(tokens)]).int()
     ids[-1], ids[0, 1] = -1, -1
@@ -285,7 +439,9 @@ def test_experts_that_another_router_has_chosen_come_back_added_up(kind, tokens)
         for expert, share in zip(ids[token].tolist(), shares[token].double(), strict=True):
             if expert >= 0:
                 gate, up = tensors[expert][0].matmul_reference(x[token : token + 1]).chunk(2, -1)
-                product = tensors[expert][1].matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16())
+                product = tensors[expert][1].matmul_reference(
+                    (torch.nn.functional.silu(gate) * up).bfloat16()
+                )
                 want += share * product[0]
         assert error(got[token], want) < 2e-2 if want.any() else not got[token].any()
     assert int(layer.router.ready) == 0 and not layer(x, shares, torch.full_like(ids, -1)).any()
@@ -294,10 +450,15 @@ def test_experts_that_another_router_has_chosen_come_back_added_up(kind, tokens)
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     count, chosen, hidden, width = 40, 3, 320, 64
-    tensors = [(make("int4:64", (2 * width, hidden), i), make("int4:64", (hidden, width), i)) for i in range(count + 1)]
+    tensors = [
+        (make("int4:64", (2 * width, hidden), i), make("int4:64", (hidden, width), i))
+        for i in range(count + 1)
+    ]
     first = [linear_of(one, activation="silu") for one, _ in tensors]
     second = [linear_of(one) for _, one in tensors]
-    assert joins(first[-1], first[:-1], host_cuda.HOST) and not joins(first[-1], second[:-1], host_cuda.HOST)
+    assert joins(first[-1], first[:-1], host_cuda.HOST) and not joins(
+        first[-1], second[:-1], host_cuda.HOST
+    )
     router = torch.randn(count + gated, hidden) * hidden**-0.5
     ready = torch.zeros(1, dtype=torch.int32)
     shared = (first[-1], second[-1])
@@ -306,7 +467,8 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
     x = torch.randn(1, hidden).bfloat16()
     apart = dataclasses.replace(layer, router=dataclasses.replace(chooser, joined=False))
-    assert sum_plan(layer.down.matrix, chosen + 1, host_cuda.HOST)  # which adds the choices up, and the other does not
+    # which adds the choices up, and the other does not
+    assert sum_plan(layer.down.matrix, chosen + 1, host_cuda.HOST)
     assert torch.equal(experts_of(layer.route(x, norm=norm))[0, -1:], torch.tensor([count]))
     ready.zero_()
     assert error(layer.project(x, norm=norm), apart.project(x, norm=norm)) < 8e-3
@@ -315,8 +477,10 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
 
 def test_the_experts_own_kernel_chooses_as_the_route_does():
     count, chosen, hidden, width = 259, 5, 320, 64
-    first, second = ([linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + 1)]
-                     for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None)))
+    first, second = (
+        [linear_of(make("int4:64", shape, i % 7), activation=act) for i in range(count + 1)]
+        for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None))
+    )
     router = torch.randn(count + 1, hidden) * hidden**-0.5
     words = empty_words(len(router), chosen + 1, router.device)
     ready = torch.zeros(1, dtype=torch.int32)
@@ -339,14 +503,24 @@ def test_results_are_normed_and_added():
     assert got is hidden and error(got, want) < 4e-3
 
 
-@pytest.mark.parametrize(("plan", "tokens"), [
-    (RouterPlan("", 16, 3, True, "sigmoid", 2.5, "bias", groups=4, chosen_groups=2), 5),
-    (RouterPlan("", 12, 3, False, "chosen_softmax", bias="bias"), 5), (RouterPlan("", 300, 10, True, "sigmoid", 2.5, "bias"), 1),
-    (RouterPlan("", 259, 10, False), 1)])
+@pytest.mark.parametrize(
+    ("plan", "tokens"),
+    [
+        (RouterPlan("", 16, 3, True, "sigmoid", 2.5, "bias", groups=4, chosen_groups=2), 5),
+        (RouterPlan("", 12, 3, False, "chosen_softmax", bias="bias"), 5),
+        (RouterPlan("", 300, 10, True, "sigmoid", 2.5, "bias"), 1),
+        (RouterPlan("", 259, 10, False), 1),
+    ],
+)
 def test_routers_of_other_kinds_choose_like_their_reference(plan, tokens):
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
-    router, bias = torch.randn(plan.experts, 128) * 128**-0.5, torch.randn(plan.experts) if plan.bias else None
-    layer = GroupedExperts(weight, weight, DeviceRouter(router, torch.zeros(1, dtype=torch.int32), routing_of(plan), bias))
+    router = torch.randn(plan.experts, 128) * 128**-0.5
+    bias = torch.randn(plan.experts) if plan.bias else None
+    layer = GroupedExperts(
+        weight,
+        weight,
+        DeviceRouter(router, torch.zeros(1, dtype=torch.int32), routing_of(plan), bias),
+    )
     x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
     route = layer.route(x, norm=Norm(norm, 1e-6))
     shares, chosen = Router(plan, router, bias)(norm_of(x, norm))
@@ -355,23 +529,44 @@ def test_routers_of_other_kinds_choose_like_their_reference(plan, tokens):
 
 def test_experts_in_mxfp4_with_biases_and_a_shared_one_that_counts_whole():
     count, hidden, width = 4, 128, 64
-    tensors = [(make("mxfp4", (2 * width, hidden), i), make("mxfp4", (hidden, width), i)) for i in range(count)]
+    tensors = [
+        (make("mxfp4", (2 * width, hidden), i), make("mxfp4", (hidden, width), i))
+        for i in range(count)
+    ]
     biases = [(torch.randn(2 * width).bfloat16(), torch.randn(hidden).bfloat16()) for _ in tensors]
-    gate_up = stack([linear_of(one[0], bias=bias[0], activation="clipped_swiglu")
-                             for one, bias in zip(tensors, biases, strict=True)])
-    down = stack([linear_of(one[1], bias=bias[1]) for one, bias in zip(tensors, biases, strict=True)])
+    gate_up = stack(
+        [
+            linear_of(one[0], bias=bias[0], activation="clipped_swiglu")
+            for one, bias in zip(tensors, biases, strict=True)
+        ]
+    )
+    down = stack(
+        [linear_of(one[1], bias=bias[1]) for one, bias in zip(tensors, biases, strict=True)]
+    )
     router = torch.randn(count, hidden) * hidden**-0.5
-    layer = GroupedExperts(gate_up, down, DeviceRouter(router, torch.zeros(1, dtype=torch.int32), Routing(count, 2, normalize=True)))
+    layer = GroupedExperts(
+        gate_up,
+        down,
+        DeviceRouter(router, torch.zeros(1, dtype=torch.int32), Routing(count, 2, normalize=True)),
+    )
     norm = torch.ones(hidden).bfloat16()
     for tokens in (1, 12):
         x = torch.randn(tokens, hidden).bfloat16()
-        route, out, shared = layer.route(x, norm=Norm(norm, 1e-6)), torch.empty_like(x), torch.randn_like(x)
+        route = layer.route(x, norm=Norm(norm, 1e-6))
+        out = torch.empty_like(x)
+        shared = torch.randn_like(x)
         layer.combine(layer.multiply(x, route, norm=Norm(norm, 1e-6)), route, x, out, shared=shared)
         want = shared.double()
         for token, normed in enumerate(norm_of(x, norm)):
-            for expert, share in zip(experts_of(route)[token].tolist(), route.shares[token].double(), strict=True):
-                between = tensors[expert][0].matmul_reference(normed[None]) + biases[expert][0].double()
-                product = tensors[expert][1].matmul_reference(reference.gate(between, "clipped_swiglu").bfloat16())
+            for expert, share in zip(
+                experts_of(route)[token].tolist(), route.shares[token].double(), strict=True
+            ):
+                between = (
+                    tensors[expert][0].matmul_reference(normed[None]) + biases[expert][0].double()
+                )
+                product = tensors[expert][1].matmul_reference(
+                    reference.gate(between, "clipped_swiglu").bfloat16()
+                )
                 want[token] += share * (product[0] + biases[expert][1].double())
         assert error(out.double() - x.double(), want) < 3e-2
 
@@ -380,17 +575,24 @@ def test_experts_in_mxfp4_with_biases_and_a_shared_one_that_counts_whole():
 def test_many_tokens_are_sorted_by_expert(tokens):
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     ready = torch.zeros(1, dtype=torch.int32)
-    layer = GroupedExperts(weight, weight, DeviceRouter(torch.randn(12, 128), ready, Routing(12, 3, normalize=False)))
+    layer = GroupedExperts(
+        weight, weight, DeviceRouter(torch.randn(12, 128), ready, Routing(12, 3, normalize=False))
+    )
     x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
     lengths = torch.ones(tokens, dtype=torch.int32)
     lengths[[0, 3]] = 0  # nobody uses the fourth; the first has experts all the same
     route = layer.route(x, norm=Norm(norm, 1e-6), lengths=lengths)
     used = torch.arange(tokens) != 3
     assert check_route(layer, route, x, norm, used)
-    assert not route.shares[3].any() and not workspace.current(x.device).bytes("route tickets", 8).any()
+    assert (
+        not route.shares[3].any()
+        and not workspace.current(x.device).bytes("route tickets", 8).any()
+    )
     rows = torch.arange(int(route.tiles) * route.tile)
     sources = route.source[rows]
-    assert torch.equal(sources[route.place[used].long()].long(), torch.arange(tokens)[used, None].expand(-1, 3))
+    assert torch.equal(
+        sources[route.place[used].long()].long(), torch.arange(tokens)[used, None].expand(-1, 3)
+    )
     assert int((sources >= 0).sum()) == 3 * int(used.sum())
 
 
@@ -406,16 +608,33 @@ def experts_of(route):
 def check_route(layer, route, x, norm, used=slice(None)):
     """The experts, shares and gates of the reference."""
     logits = norm_of(x, norm).double() @ layer.router.weight.double().T
-    shares, chosen = logits[:, : layer.router.routing.experts].softmax(-1).topk(layer.router.routing.chosen)
+    shares, chosen = (
+        logits[:, : layer.router.routing.experts].softmax(-1).topk(layer.router.routing.chosen)
+    )
     shares = shares / shares.sum(-1, keepdim=True) if layer.router.routing.normalize else shares
-    same = torch.equal(experts_of(route)[used], chosen[used]) and (route.shares[used] - shares[used]).abs().max() < 1e-3
-    return same and (not layer.router.gated or (route.gates[used] - logits[used, -1].sigmoid()).abs().max() < 1e-3)
+    same = (
+        torch.equal(experts_of(route)[used], chosen[used])
+        and (route.shares[used] - shares[used]).abs().max() < 1e-3
+    )
+    return same and (
+        not layer.router.gated
+        or (route.gates[used] - logits[used, -1].sigmoid()).abs().max() < 1e-3
+    )
 
 
 def tiles_by_rows(dense):
     """gemm.cu's BY_ROWS, gate and up by turns."""
-    order = (format.TILE, format.BLOCK, format.HALF, format.HALF_ROW, format.ROW, format.COLUMN, format.STEP, format.PAIR,
-             format.WITHIN)
+    order = (
+        format.TILE,
+        format.BLOCK,
+        format.HALF,
+        format.HALF_ROW,
+        format.ROW,
+        format.COLUMN,
+        format.STEP,
+        format.PAIR,
+        format.WITHIN,
+    )
     return tiles.blocks(dense, interleave=True).permute(order).flatten()
 
 
@@ -432,15 +651,29 @@ def test_of_equal_experts_the_first_is_chosen():
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     router = torch.randn(36, 128)
     router[1::2] = router[::2]
-    layer = GroupedExperts(weight, weight, DeviceRouter(router, torch.zeros(1, dtype=torch.int32), Routing(36, 5, normalize=True)))
+    layer = GroupedExperts(
+        weight,
+        weight,
+        DeviceRouter(router, torch.zeros(1, dtype=torch.int32), Routing(36, 5, normalize=True)),
+    )
     norm = Norm(torch.ones(128).bfloat16(), 1e-6)
     chosen = experts_of(layer.route(torch.randn(4, 128).bfloat16(), norm=norm))
     assert (chosen[:, ::2] % 2 == 0).all() and torch.equal(chosen[:, 1::2], chosen[:, :4:2] + 1)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary", "normed"), [
-    (3, 1, 80, 32, True), (2, 2, 256, 256, False), (14, 2, 128, 128, True), (3, 1, 64, 24, True), (1, 1, 36, 12, True)])
-def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, kv_heads, size, rotary, normed):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "rotary", "normed"),
+    [
+        (3, 1, 80, 32, True),
+        (2, 2, 256, 256, False),
+        (14, 2, 128, 128, True),
+        (3, 1, 64, 24, True),
+        (1, 1, 36, 12, True),
+    ],
+)
+def test_heads_are_normed_turned_and_written_to_their_slots(
+    monkeypatch, heads, kv_heads, size, rotary, normed
+):
     pytest.importorskip("triton", reason="the Triton twin of this op is imported beside it")
     from flyweight.batch import KVStorage
     from flyweight.kernels.attention import rope
@@ -449,13 +682,19 @@ def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, 
     qkv = torch.randn(tokens, heads + 2 * kv_heads, size).bfloat16()
     norm = torch.randn(heads + kv_heads, size).bfloat16() if normed else None
     angles, slots = torch.rand(tokens, rotary // 2) * 6, torch.tensor([7, 2, 5, 0, 3])
-    caches = [KVStorage(*torch.zeros(2, 2, 4, kv_heads, size, dtype=torch.bfloat16)) for _ in range(2)]
+    caches = [
+        KVStorage(*torch.zeros(2, 2, 4, kv_heads, size, dtype=torch.bfloat16)) for _ in range(2)
+    ]
     cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(tokens))
     options = dict(norm=Norm(norm, epsilon) if normed else None, cos=cos, sin=sin, query_scale=0.37)
     want = reference.rope_norm_write(qkv.clone(), caches[0], slots, **options)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     got = rope.rope_norm_write(qkv, caches[1], slots, **options)
-    for ours, theirs in zip((*got, caches[1].keys, caches[1].values), (*want, caches[0].keys, caches[0].values), strict=True):
+    for ours, theirs in zip(
+        (*got, caches[1].keys, caches[1].values),
+        (*want, caches[0].keys, caches[0].values),
+        strict=True,
+    ):
         assert error(ours, theirs.double()) < 5e-3
 
 
@@ -463,7 +702,9 @@ def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, 
 def test_stages_that_warps_keep_in_registers_are_multiplied_with_the_others(kind, monkeypatch):
     """Little shared memory, so that rings are short and most stages lie behind them."""
     tensor, x = make(kind, (328, 1280), 1), torch.randn(1, 1280).bfloat16()
-    monkeypatch.setattr(gpu, "of", lambda _: dataclasses.replace(OLDER, shared_memory_per_multiprocessor=48 << 10))
+    monkeypatch.setattr(
+        gpu, "of", lambda _: dataclasses.replace(OLDER, shared_memory_per_multiprocessor=48 << 10)
+    )
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
     want = gemv.multiply(weight, x)
     assert error(want, tensor.matmul_reference(x)) < 1e-2

@@ -194,7 +194,9 @@ TWELVE = dict(heads=12, kv_heads=1)  # more query heads to a kv head than a prod
     ],
 )
 def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
-    """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one sequence."""
+    """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one
+    sequence.
+    """
     compare_with_apart(format, changes, lengths, before)
 
 
@@ -355,14 +357,12 @@ def test_prompts_write_codes_and_scales(monkeypatch, heads, kv_heads, size, rota
 
 
 def test_tokens_of_one_sequence_in_one_launch_read_each_other_as_they_are_stored():
-    """Rows of guesses: codes and scales of the step's other tokens are made from qkv, as a launch each would have stored them."""
+    """Rows of guesses: codes and scales of the step's other tokens are made from qkv, as a launch
+    each would have stored them.
+    """
     torch.manual_seed(0)
-    shape, first, count, pages = (
-        replace(SHAPE, eight_bits=True),
-        45,
-        6,
-        4,
-    )  # across a border of pages and of runs
+    shape = replace(SHAPE, eight_bits=True)
+    first, count, pages = 45, 6, 4  # across a border of pages and of runs
     tables = torch.randperm(pages).int()[None]
     angles = torch.rand(pages * shape.page, shape.rotary // 2) * 6
     qkv = torch.randn(count, shape.width).bfloat16()

@@ -19,12 +19,13 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 
 SMALL = MmaTile(2, 1, 1, 2, 1, 1.0)  # 32 outputs × 16 tokens
 WIDE = MmaTile(1, 2, 2, 2, 1, 1.0)  # the same outputs × 32 tokens, two warps beside each other
-EVEN = MmaTile(4, 1, 1, 2, 1, 1.0)  # 64 outputs × 16 tokens of four warps: each thread counts one address up
+# 64 outputs × 16 tokens of four warps: each thread counts one address up
+EVEN = MmaTile(4, 1, 1, 2, 1, 1.0)
 LONG = MmaTile(1, 1, 1, 16, 1, 1.0)  # 16 outputs × 128 tokens of one warp
 AMPERE = gpu.Gpu(8, 6, 3, 101376, 102400)
 
-# Outputs and inputs that end inside a tile, rows that do not fill one, more tiles than thread blocks and fewer, stages of one block
-# and of several, groups larger than a stage and smaller.
+# Outputs and inputs that end inside a tile, rows that do not fill one, more tiles than thread
+# blocks and fewer, stages of one block and of several, groups larger than a stage and smaller.
 CASES = [
     ("plain", 20, (40, 200), SMALL, LINE),
     ("int4:128", 33, (72, 640), WIDE, LINE),
@@ -52,13 +53,19 @@ def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, t
     out = torch.full((rows, shape[0]), float("nan")).bfloat16()
     got = gemm_mma.multiply(weight, x, out, residual=residual, cut=cut)
     assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
-    boxes = [held for (name, _), held in workspace.current(x.device)._buffers.items() if name == "mailbox"]
+    boxes = [
+        held
+        for (name, _), held in workspace.current(x.device)._buffers.items()
+        if name == "mailbox"
+    ]
     assert all((box == -1).all() for box in boxes), "emptied for the next launch"
 
 
 @pytest.mark.parametrize("kind", ["int4:128", "w8a8"])
 def test_tiles_end_with_thread_blocks_where_some_may_stay_idle(kind):
-    """Two tiles of three or more stages on five processors: two thread blocks each, and one that only waits."""
+    """Two tiles of three or more stages on five processors: two thread blocks each, and one that
+    only waits.
+    """
     tensor = make(kind, (128, 768), 1)
     x = torch.randn(9, 768).bfloat16()
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
@@ -71,7 +78,12 @@ def test_tiles_end_with_thread_blocks_where_some_may_stay_idle(kind):
 def test_no_thread_block_works_longer_so_that_another_may_stay_idle():
     sm_80 = dataclasses.replace(gpu.GPUS["sm_80"], multi_processor_count=132)
     tile = MmaTile(8, 1, 1, 8, 2, 1.0, True)
-    for outputs, inputs, working in ((4096, 4096, 128), (4096, 12288, 128), (6144, 4096, 0), (24576, 4096, 0)):
+    for outputs, inputs, working in (
+        (4096, 4096, 128),
+        (4096, 12288, 128),
+        (6144, 4096, 0),
+        (24576, 4096, 0),
+    ):
         matrix = tiles.Matrix(format.FORMATS["int4"], outputs, inputs, 128)
         assert gemm_mma.plan(matrix, 64, sm_80, tile=tile, split=LINE).working == working
 
@@ -96,7 +108,12 @@ def test_float8_is_widened_where_no_matrix_unit_takes_it(monkeypatch):
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
     cut = gemm_mma.plan(weight.matrix, 5, host_cuda.HOST, tile=SMALL, split=LINE)
     assert weight.format.name == "fp8-wide" and untile(weight).isfinite().all()
-    assert error(gemm_mma.multiply(weight, x, cut=cut), x.double() @ tensor.dequantize(torch.float64).T) < 5e-3
+    assert (
+        error(
+            gemm_mma.multiply(weight, x, cut=cut), x.double() @ tensor.dequantize(torch.float64).T
+        )
+        < 5e-3
+    )
 
 
 def test_half_precision_scales_and_a_bias():

@@ -23,8 +23,13 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("layers", [2, 3, 4, 7])
 def test_each_launch_empties_a_mailbox_that_it_does_not_use(layers):
     boxes = qkv.mailbox_cycle(SHAPE, 1, layers, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert len(boxes) == layers and all(boxes[i] is not boxes[(i + 1) % layers] for i in range(layers))
-    assert all((box.qkv.view(torch.int16) == -1).all() and (box.states.view(torch.int32) == -1).all() for box in boxes)
+    assert len(boxes) == layers and all(
+        boxes[i] is not boxes[(i + 1) % layers] for i in range(layers)
+    )
+    assert all(
+        (box.qkv.view(torch.int16) == -1).all() and (box.states.view(torch.int32) == -1).all()
+        for box in boxes
+    )
 
 
 def test_the_reason_is_given_where_one_kernel_does_not_do():
@@ -36,7 +41,11 @@ def test_the_reason_is_given_where_one_kernel_does_not_do():
 
     assert reason(linear, SHAPE) is None
     assert "torch.linear" in reason(TorchLinear(torch.relu, ops=reference), SHAPE)
-    for change, words in ((dict(heads=16), "6144 outputs, its heads 4096"), (dict(head_dim=96), "head_dim 96"),
-                           (dict(heads=72), "9 query heads"), (dict(rotary=4), "rope turns 4")):
+    for change, words in (
+        (dict(heads=16), "6144 outputs, its heads 4096"),
+        (dict(head_dim=96), "head_dim 96"),
+        (dict(heads=72), "9 query heads"),
+        (dict(rotary=4), "rope turns 4"),
+    ):
         shape = HeadShape(**{**vars(SHAPE), **change})
         assert words in reason(linear, shape)

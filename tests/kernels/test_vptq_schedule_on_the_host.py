@@ -55,7 +55,9 @@ def test_the_residual_of_an_item_stays_with_it_when_the_other_copy_is_taken(sche
     item = (order & 127).long()
     assert torch.equal(item.sort(2).values, torch.arange(4).expand_as(item)) and (order > 127).any()
     taken = torch.where(order > 127, other.gather(2, item), bank.gather(2, item))
-    together = one_hot(taken, 8).sum(1).amax(-1) + one_hot(residual.gather(2, item), 8).sum(1).amax(-1)
+    together = one_hot(taken, 8).sum(1).amax(-1) + one_hot(residual.gather(2, item), 8).sum(1).amax(
+        -1
+    )
     assert together.double().mean() < 3.3, "5.2 in any order"
 
 
