@@ -77,7 +77,8 @@ def test_tiles_end_with_thread_blocks_where_some_may_stay_idle(kind):
 
 def test_no_thread_block_works_longer_so_that_another_may_stay_idle():
     sm_80 = dataclasses.replace(gpu.GPUS["sm_80"], multi_processor_count=132)
-    tile = MmaTile(8, 1, 1, 8, 2, 1.0, True)
+    alone = MmaTile(8, 1, 1, 8, 2, 1.0, False)
+    beside = dataclasses.replace(alone, beside=True)  # the next kernel begins on those that idle
     for outputs, inputs, working in (
         (4096, 4096, 128),
         (4096, 12288, 128),
@@ -85,7 +86,9 @@ def test_no_thread_block_works_longer_so_that_another_may_stay_idle():
         (24576, 4096, 0),
     ):
         matrix = tiles.Matrix(format.FORMATS["int4"], outputs, inputs, 128)
-        assert gemm_mma.plan(matrix, 64, sm_80, tile=tile, split=LINE).working == working
+        for tile, expected in ((alone, working), (beside, 0)):
+            found = gemm_mma.plan(matrix, 64, sm_80, tile=tile, split=LINE)
+            assert found.working == expected
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4:64"])
