@@ -78,9 +78,8 @@ def test_tiles_end_with_thread_blocks_where_some_may_stay_idle(kind):
 def test_no_thread_block_works_longer_so_that_another_may_stay_idle():
     sm_80 = dataclasses.replace(gpu.GPUS["sm_80"], multi_processor_count=132)
     alone = MmaTile(8, 1, 1, 8, 1, 1.0, False)
-    beside = dataclasses.replace(
-        alone, ctas=2, beside=True
-    )  # the next kernel begins on those that idle
+    # the next kernel begins on the multiprocessors that idle
+    beside = dataclasses.replace(alone, ctas=2, beside=True)
     for outputs, inputs, working in (
         (4096, 4096, 128),
         (4096, 12288, 128),
