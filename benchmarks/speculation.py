@@ -18,9 +18,9 @@ Kinds of prompts:
 A row for each kind and drafter: tokens a second after the first token (median over prompts; `each`:
 of every prompt), the ratio to no speculation in the same run, tokens a step, the share of right
 guesses, where the time of steps with guesses goes (`host_us`, `step_us`, medians), and how many
-answers are the same token by token. Greedy, but for `novel`, whose seeds are the same. Of each other answer `parted` says where it begins to
-differ, how far apart the model's two best logits are there (in a pass over the text up to there),
-and whether the two answers go on with these two.
+answers are the same token by token. Greedy, but for `novel`, whose seeds are the same. Of each
+other answer `parted` says where it begins to differ, how far apart the model's two best logits are
+there (in a pass over the text up to there), and whether the two answers go on with these two.
 
 With `--memory` there is a row for each drafter instead, of the memory that it takes on a GPU: all
 of it, its weights, and what is beside them. Every engine runs in a process of its own.
