@@ -25,6 +25,7 @@ from flyweight.engine.work import Work
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.guesses import GuessedRows, SequenceRows, handover
 from flyweight.models.decode_step import DecodeStep
+from flyweight.models.layer import Block
 from flyweight.transfer import Stage, StagedColumns
 
 CAPACITY = 64
@@ -207,10 +208,12 @@ def runs_as_eight(step: DecodeStep) -> bool:
     benchmarks/workshop/speculation-h200.jsonl).
     """
     return step.separate is not None and any(
-        block.o.fused.kernel_for(8) not in ("gemv", "gemv_splitk")
-        for block in step.decoder.blocks
-        if block.delta is None
+        eight_rows_differ(block) for block in step.decoder.blocks if block.delta is None
     )
+
+
+def eight_rows_differ(block: Block) -> bool:
+    return block.o.fused.kernel_for(8) not in ("gemv", "gemv_splitk")
 
 
 def is_unread(works: Sequence[Work]) -> bool:
