@@ -28,6 +28,8 @@ AMPERE = gpu.Gpu(8, 6, 3, 101376, 102400)
 # blocks and fewer, stages of one block and of several, groups larger than a stage and smaller.
 CASES = [
     ("plain", 20, (40, 200), SMALL, LINE),
+    ("plain", 150, (200, 264), WIDE, LINE),  # several rounds of whole tiles first
+    ("w8a8", 97, (264, 320), WIDE, LINE),
     ("int4:128", 33, (72, 640), WIDE, LINE),
     ("int4:32", 70, (200, 160), SMALL, WHOLE),
     ("int4:128", 130, (24, 256), LONG, WHOLE),

@@ -36,6 +36,15 @@
 #define SLICED 0
 #define CLUSTER 1
 #define UNITS_BY_PARTS 1
+#ifndef ROUNDS_FIRST
+#define ROUNDS_FIRST 1
+#endif
+#ifndef CROSSED
+#define CROSSED 1
+#endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
 #define NATURAL_ORDER (X_ROWS && GROUPED && FORMAT != BIT_PLANES)
 #define LATE_SCALE ((FORMAT == INT4 || FORMAT == INT8) && !SPARSE && GROUP % 128 == 0 && PER_WARP * COLUMNS <= 4)
 
@@ -111,7 +120,11 @@ template <int COUNT, int PIECES, int STRIDE> struct Tiles {
 // x as rows: a warp's copy is of 4 tokens × 64 inputs, whole lines of memory, to the places that load_x takes them from.
 constexpr int X_COPIES = TOKENS / 4 * SB;
 constexpr bool X_EVEN = X_COPIES % WARPS == 0 && WARPS % (2 * SB) == 0 && KDIM % 64 == 0;
-DEVICE u32 place_of(int i, int lane) { return (i / (2 * SB) * SB + i / 2 % SB) * 1024 + lane / 4 % 2 * 512 + (i % 2 * 4 + lane / 8) * 64 + lane % 4 * 16; }
+// Of odd chunks neighbouring tokens change places, so that a line of memory goes to as many banks as it is long.
+DEVICE u32 place_of(int i, int lane) {
+  const int odd = lane / 4 % 2;
+  return (i / (2 * SB) * SB + i / 2 % SB) * 1024 + odd * 512 + ((i % 2 * 4 + lane / 8) ^ odd * CROSSED) * 64 + lane % 4 * 16;
+}
 DEVICE int row_of(int i, int lane) { return i / (2 * SB) * 8 + i % 2 * 4 + lane / 8; }
 DEVICE int input_of(int i, int lane) { return i / 2 % SB * 64 + lane % 8 * 8; }
 
@@ -190,10 +203,10 @@ struct Ahead {
   }
 };
 
-// Four registers of x, of a token and a chunk.
-DEVICE uint4 load_x(const u8* chunk, int lane) {
+// Four registers of x, of a token and a chunk, which is an odd one or not.
+DEVICE uint4 load_x(const u8* chunk, int odd, int lane) {
 #if X_ROWS
-  const uint4 w = ((const uint4*)chunk)[lane];
+  const uint4 w = ((const uint4*)chunk)[lane ^ 4 * odd * CROSSED];
   if (NATURAL_ORDER || (!GROUPED && FORMAT != FP8_WIDE)) return w;
   return make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x5410),
                     __byte_perm(w.z, w.w, 0x7632));
@@ -220,9 +233,9 @@ typedef accumulator Sums[PER_WARP][COLUMNS * 4];
 DEVICE accumulator (&four(Sums& sums, int m, int n))[4] { return *(accumulator(*)[4]) & sums[m][4 * n]; }
 
 // A chunk's registers of x, of all columns of a warp.
-DEVICE void load_columns(uint4 (&x)[COLUMNS], const u8* chunk, int lane) {
+DEVICE void load_columns(uint4 (&x)[COLUMNS], const u8* from, int chunk, int lane) {
 #pragma unroll
-  for (int n = 0; n < COLUMNS; n++) x[n] = load_x(chunk + n * 8 * X_ROW, lane);
+  for (int n = 0; n < COLUMNS; n++) x[n] = load_x(from + chunk * 512 + n * 8 * X_ROW, chunk % CHUNKS, lane);
 }
 constexpr int RUN = LATE_SCALE && SB > 2 ? 2 * CHUNKS : SB * CHUNKS;  // chunks whose sums are of one group, or of a stage
 DEVICE const Record* records_of(const u8* slot, int tile) { return (const Record*)(slot + WEIGHT_BYTES) + tile * STAGE_GROUPS * RECORD_LENGTH; }
@@ -232,12 +245,12 @@ DEVICE const Record* records_of(const u8* slot, int tile) { return (const Record
 DEVICE void multiply_chunks(Sums& sums, const u8* slot, const u8* x, int stage, int begin, int first, int lane) {
   constexpr int SETS = COLUMNS <= (LATE_SCALE ? 2 : 8) ? 2 : 1;
   uint4 columns[SETS][COLUMNS];
-  if (SETS == 2) load_columns(columns[0], x + begin * 512, lane);
+  if (SETS == 2) load_columns(columns[0], x, begin, lane);
 #pragma unroll
   for (int i = 0; i < RUN; i++) {
     const int block = (begin + i) / CHUNKS, chunk = i % CHUNKS;
-    if (SETS == 1) load_columns(columns[0], x + (begin + i) * 512, lane);
-    else if (i + 1 < RUN) load_columns(columns[(i + 1) % SETS], x + (begin + i + 1) * 512, lane);
+    if (SETS == 1) load_columns(columns[0], x, begin + i, lane);
+    else if (i + 1 < RUN) load_columns(columns[(i + 1) % SETS], x, begin + i + 1, lane);
 #pragma unroll
     for (int m = 0; m < PER_WARP; m++) {
       const Block here(slot + (first + m) * SB * BLOCK_BYTES, records_of(slot, first + m), stage, block, lane);
@@ -270,6 +283,56 @@ DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, i
 #endif
 }
 
+#if AHEAD
+// The same where codes go in as they lie, for many tokens. What a warp multiplies next is in registers before it is done with what it
+// has: weights of the next tile, and x of the next chunk, a column as soon as the last tile is done with it; of the next stage, too. So
+// the barrier between stages stands before the products of the last two tiles, when the last weights of a stage are taken, and the matrix
+// units have work meanwhile.
+static_assert(!GROUPED && !SPARSE && FORMAT != FP8_WIDE && FORMAT != FP8 && SB * CHUNKS * PER_WARP % 2 == 0 && PER_WARP > 1, "codes as they lie");
+struct Fragments {
+  uint4 x[COLUMNS], weights[2][TOGETHER];
+};
+DEVICE void load_weights(uint4 (&w)[TOGETHER], const u8* tiles, int i, int m, int lane) {
+  const u8* block = tiles + (m * SB + i / CHUNKS) * BLOCK_BYTES;
+#pragma unroll
+  for (int j = 0; j < TOGETHER; j++) w[j] = ((const uint4*)block)[32 * (i % CHUNKS * TOGETHER + j) + lane];
+}
+struct Stage {  // of a warp
+  const u8 *weights, *x;
+  DEVICE Stage(const u8* slot, int first, int column) : weights(slot + first * SB * BLOCK_BYTES), x(slot + X_AT + column * 8 * X_ROW) {}
+};
+DEVICE void multiply_one(Sums& sums, uint4 w, uint4 x, int m, int n, int j) {
+  const u32 a[WORDS] = {w.x, w.y, w.z, w.w};
+  product(four(sums, m, n), a, x, j);
+}
+template <class FETCH, class NEXT> DEVICE void multiply_ahead(Sums& sums, Fragments& f, Stage here, Stage next, int lane, FETCH fetch, NEXT next_stage) {
+  constexpr int COUNT = SB * CHUNKS * PER_WARP;
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) {
+    const int i = k / PER_WARP, m = k % PER_WARP;
+    if (k + 1 < COUNT) load_weights(f.weights[(k + 1) % 2], here.weights, (k + 1) / PER_WARP, (k + 1) % PER_WARP, lane);
+    else load_weights(f.weights[(k + 1) % 2], next.weights, 0, 0, lane);
+    if (k + 2 == COUNT) next_stage();
+    const uint4(&w)[TOGETHER] = f.weights[k % 2];
+    if (m + 1 < PER_WARP) {
+#pragma unroll
+      for (int j = 0; j < TOGETHER; j++)
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++) multiply_one(sums, w[j], f.x[n], m, n, j);
+    } else {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++) {
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++) multiply_one(sums, w[j], f.x[n], m, n, j);
+        if (i + 1 < SB * CHUNKS) f.x[n] = load_x(here.x + (i + 1) * 512 + n * 8 * X_ROW, (i + 1) % CHUNKS, lane);
+        else f.x[n] = load_x(next.x + n * 8 * X_ROW, 0, lane);
+      }
+    }
+    if (k == 0) fetch();
+  }
+}
+#endif
+
 // Sums of a tile that begins in another CTA, left for it in `mail`; and the owner's taking them in, in the order of the stages. A word
 // is its own flag, as in mail.cuh: all ones until it is written, and all ones again when it is taken.
 constexpr int PIECES = PER_WARP * COLUMNS;  // of 16 bytes, that a thread leaves
@@ -296,7 +359,7 @@ DEVICE void take_partials(Sums& sums, uint4* mail, int tile, int n_tiles) {
   constexpr int MOST = THREADS * CTAS <= 256 && PIECES <= 16 ? 16 : 8;  // pieces that registers have room for beside the sums
   constexpr int AT_ONCE = PIECES <= MOST ? PIECES : PIECES % MOST == 0 ? MOST : PIECES % 4 == 0 ? 4 : 1;
   constexpr int OTHERS = PIECES < MOST ? MOST / PIECES : 1;
-  const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
+  const int line = line_begin(n_tiles), units = M_TILES * n_tiles * STAGE_COUNT - line, stop = (tile + 1) * STAGE_COUNT - line;
   const int last = (int)(((unsigned long long)stop * working() - 1) / units);  // the CTA that has unit stop - 1
   auto works = [&](int cta) {  // there may be more CTAs than units
     return cta <= last && (units >= (int)working() || unit_begin(cta, units) < unit_begin(cta + 1, units));
@@ -343,10 +406,30 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
   Ahead ahead = Ahead::fill(ring, source, n_tiles, expert_of);
   int slot = 0, unit = first_unit(n_tiles);
   Segment s;
+#if AHEAD
+  Fragments fragments;
+  auto stage_in = [&](int slot) { return Stage(raw + slot * STAGE_BYTES, first_tile, first_column); };
+  auto next_stage = [&]() {
+    copy_wait<STAGES - 2>();
+    __syncthreads();  // the next stage is there, and nobody reads this one any more
+  };
+  next_stage();
+  load_columns(fragments.x, stage_in(0).x, 0, lane);
+  load_weights(fragments.weights[0], stage_in(0).weights, 0, 0, lane);
+#endif
   while (next_segment(s, unit, n_tiles, expert_of)) {
     Sums sums = {};
 #pragma unroll 1
     for (int stage = s.begin; stage < s.end; stage++) {
+#if AHEAD
+      auto fetch = [&]() {
+        ahead.fetch<true, true>(ring + (slot ? slot - 1 : STAGES - 1) * STAGE_BYTES, source);
+        copy_group();
+      };
+      const int next = slot + 1 == STAGES ? 0 : slot + 1;
+      multiply_ahead(sums, fragments, stage_in(slot), stage_in(next), lane, fetch, next_stage);
+      slot = next;
+#else
       copy_wait<STAGES - 2>();
       __syncthreads();  // the stage is there, and all are done with the one before it
       ahead.fetch<true, true>(ring + (slot ? slot - 1 : STAGES - 1) * STAGE_BYTES, source);
@@ -362,6 +445,7 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
       multiply_stage(sums, here, mine, stage, first_tile, lane);
 #endif
       if (++slot == STAGES) slot = 0;
+#endif
     }
     if (SPLIT == LINE && s.begin > 0) {
       leave_partial(sums, mail);

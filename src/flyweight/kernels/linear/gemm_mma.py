@@ -47,6 +47,7 @@ class Cut:
     shared: int
     microseconds: float = 0.0
     working: int = 0  # thread blocks that share the line; 0: all
+    extra: tuple[tuple[str, int], ...] = ()  # defines of a trial
 
     def grid(self, processors: int) -> int:
         return processors * self.tile.blocks
@@ -260,6 +261,7 @@ def _product_kernel(weight: TiledWeight, cut: Cut, ends: Ends) -> jit.Kernel:
         "X_ROWS": int(not ends.packed),
         "EXPERTS": int(ends.experts),
         **({"WORKING": cut.working} if cut.working else {}),
+        **dict(cut.extra),
     }
     return jit.load("gemm_mma.cu", defines=defines).kernel("gemm_mma")
 
