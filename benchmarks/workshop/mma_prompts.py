@@ -4,13 +4,15 @@ r"""Linears of prompts without wgmma: tiles of gemm_mma.cu and ways to share the
     FLYWEIGHT_PRETEND=sm_80:132 python benchmarks/workshop/mma_prompts.py --compile
     FLYWEIGHT_PRETEND=sm_80:132 python benchmarks/workshop/mma_prompts.py -o mma-prompts.jsonl
 
-A variant is a tile (as in mma_tiles.py), W for whole tiles or L for work cut evenly, and what else
-is compiled into the kernel. cuBLAS takes its turns with the same numbers in 16 bits.
+A variant is a tile (as in mma_tiles.py) or `now`, W for whole tiles or L for work cut evenly, and
+what else is compiled into the kernel. cuBLAS takes its turns with the same numbers in 16 bits. Of
+few rows weights are not in the cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -26,6 +28,7 @@ from flyweight.bench import replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.kernels.compiler import KernelError
 from flyweight.kernels.linear import gemm_mma, tiles
+from flyweight.kernels.linear.format import FORMATS as WEIGHT_FORMATS
 from flyweight.kernels.tuned import MmaTile
 
 SHAPES = {
@@ -42,22 +45,26 @@ SHAPES = {
     "ragged": (1000, 7392),
     "narrow": (1000, 600),
 }
+SPLITS = {"W": gemm_mma.WHOLE, "L": gemm_mma.LINE}
 MOST_ERROR = 6e-3
+FEW = 64
 CHECKED = 48  # rows: the first, the last and some between
 
 
 class Variant(NamedTuple):
     name: str
-    tile: tuple[int, ...]
-    split: str
+    tile: MmaTile | None  # None: as planned
+    split: int | None
     defines: tuple[tuple[str, int], ...] = ()
 
 
 def parsed(text: str) -> Variant:
     """4.2.4.8.1 L AHEAD=1 ROUNDS_FIRST=0"""
-    tile, split, *defines = text.split()
-    pairs = tuple((name, int(value)) for name, value in (one.split("=") for one in defines))
-    return Variant(text, tuple(map(int, tile.split("."))), split, pairs)
+    words = [one.split("=") for one in text.split()]
+    pairs = tuple((name, int(value)) for name, value in (one for one in words if len(one) > 1))
+    tile, *split = [one[0] for one in words if len(one) == 1]
+    sizes = None if tile == "now" else MmaTile(*map(int, tile.split(".")), 1.0)  # type: ignore
+    return Variant(text, sizes, SPLITS[split[0]] if split else None, pairs)
 
 
 def cuts(
@@ -65,9 +72,7 @@ def cuts(
 ) -> Iterator[tuple[str, gemm_mma.Cut]]:
     padded = gemm_mma.padded_rows(rows)
     for variant in map(parsed, variants):
-        split = gemm_mma.LINE if variant.split == "L" else gemm_mma.WHOLE
-        tile = MmaTile(*variant.tile, 1.0)
-        cut = gemm_mma.plan(matrix, padded, device, tile=tile, split=split)
+        cut = gemm_mma.plan(matrix, padded, device, tile=variant.tile, split=variant.split)
         if cut is not None:
             yield variant.name, replace(cut, extra=variant.defines)
 
@@ -80,9 +85,12 @@ def run_trial(
     case = Case(name, 1, inputs, outputs, torch.bfloat16, zero_points=False)
     tensor = FORMATS[name](case, (outputs, inputs), device)
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    count = 1 if options.compile or rows > FEW else replay.copies_for(weight.nbytes, device)
+    shared = {id(one): one for one in WEIGHT_FORMATS.values()}
+    copies = [weight, *(copy.deepcopy(weight, shared) for _ in range(count - 1))]
     x = torch.randn(rows, inputs, device=device).bfloat16()
     picked = torch.randperm(rows, device=device)[:CHECKED]
-    picked[:2] = torch.tensor([0, rows - 1], device=device)
+    picked[0] = rows - 1
     want = reference(tensor, x[picked])
     errors: dict[str, float] = {}
     works: dict[str, replay.Work] = {}
@@ -99,11 +107,12 @@ def run_trial(
         errors[label] = relative_error(out[picked], want)
         if not (errors[label] < MOST_ERROR and out.isfinite().all()):
             print(f"WRONG by {errors[label]:.1e}: {name} {shape} {rows} {label}", flush=True)
-        works[label] = replay.Work(lambda i, c=cut: gemm_mma.multiply(weight, x, cut=c))
+        works[label] = replay.Work(lambda i, c=cut: gemm_mma.multiply(copies[i], x, cut=c), count)
     if options.compile or not options.time:
         return []
-    dense = tensor.dequantize(torch.bfloat16)
-    works["cublas"] = replay.Work(lambda i: x @ dense.T)
+    if rows > FEW:
+        dense = tensor.dequantize(torch.bfloat16)
+        works["cublas"] = replay.Work(lambda i: x @ dense.T)
     if options.zeros:
         zeros = torch.zeros_like(x)
         best = found[-1][1]
@@ -111,7 +120,7 @@ def run_trial(
             lambda i: gemm_mma.multiply(weight, zeros, cut=best)
         )
         works["zeros cublas"] = replay.Work(lambda i: zeros @ dense.T)
-    if weight.format.quantizes_input:
+    if weight.format.quantizes_input and rows > FEW:
         cut = found[-1][1]
         works["pack of " + found[-1][0]] = replay.Work(lambda i: pack_alone(weight, x, cut))
     times = replay.measure(works, device, samples=options.samples)
