@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import statistics
 import time
@@ -73,8 +74,20 @@ def cuts(
     padded = gemm_mma.padded_rows(rows)
     for variant in map(parsed, variants):
         cut = gemm_mma.plan(matrix, padded, device, tile=variant.tile, split=variant.split)
-        if cut is not None:
-            yield variant.name, replace(cut, extra=variant.defines)
+        if cut is None:
+            continue
+        if dict(variant.defines).get("HALVES"):
+            cut = in_halves(matrix, cut, device)
+        yield variant.name, replace(cut, extra=variant.defines)
+
+
+def in_halves(matrix: tiles.Matrix, cut: gemm_mma.Cut, device: gpu.Gpu) -> gemm_mma.Cut:
+    """Stages of 32 inputs, as many as fit."""
+    share = device.shared_memory_per_multiprocessor // cut.tile.ctas - gemm_mma.RESERVED
+    room = min(device.shared_most, share) - gemm_mma.DECLARED
+    stage = gemm_mma.stage_bytes(matrix, cut.tile, 1) // 2
+    stages = min(gemm_mma.MOST_STAGES, room // stage)
+    return replace(cut, stage_blocks=1, stages=stages, shared=stages * stage)
 
 
 def run_trial(
@@ -107,7 +120,7 @@ def run_trial(
         errors[label] = relative_error(out[picked], want)
         if not (errors[label] < MOST_ERROR and out.isfinite().all()):
             print(f"WRONG by {errors[label]:.1e}: {name} {shape} {rows} {label}", flush=True)
-        works[label] = replay.Work(lambda i, c=cut: gemm_mma.multiply(copies[i], x, cut=c), count)
+        works[label] = replay.Work(functools.partial(multiply, copies, x, cut), count)
     if options.compile or not options.time:
         return []
     if rows > FEW:
@@ -138,6 +151,12 @@ def run_trial(
         )
         for label, sampled in times.items()
     ]
+
+
+def multiply(
+    copies: list[tiles.TiledWeight], x: torch.Tensor, cut: gemm_mma.Cut, i: int
+) -> torch.Tensor:
+    return gemm_mma.multiply(copies[i], x, cut=cut)
 
 
 def pack_alone(weight: tiles.TiledWeight, x: torch.Tensor, cut: gemm_mma.Cut) -> None:
