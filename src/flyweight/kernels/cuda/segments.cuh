@@ -27,7 +27,7 @@ DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units 
 #endif
 DEVICE int line_begin(int n_tiles) {
   const int rounds = M_TILES * n_tiles / (int)working();
-  return ROUNDS_FIRST && rounds > 1 ? (rounds - 1) * (int)working() * STAGE_COUNT : 0;
+  return ROUNDS_FIRST && rounds >= (ROUNDS_FIRST == 1 ? 2 : 1) ? (rounds - (ROUNDS_FIRST == 1)) * (int)working() * STAGE_COUNT : 0;
 }
 DEVICE Segment place(int tile, int n_tiles) {
   constexpr int side = SIDE;  // token tiles side by side, for L2
