@@ -17,12 +17,13 @@ STACKED = ("weights", "records", "channel_scale", "bias")
 
 
 def stack(
-    linears: Sequence[TiledLinear], shared: TiledLinear | None = None, parts: int = 0
+    linears: Sequence[TiledLinear], shared: FusedLinear | None = None, parts: int = 0
 ) -> TiledWeight:
     """One weight of all; the linears' own become views of it, each copy being freed as the next is
     made. `shared` lies behind them, as large as `parts` of them.
     """
     first = linears[0].weight
+    behind = [shared] if parts and isinstance(shared, TiledLinear) else []
     stacked = {}
     for name in STACKED:
         if (part := getattr(first, name)) is None:
@@ -30,8 +31,8 @@ def stack(
         count = len(linears)
         stacked[name] = part.new_empty(count + parts, *part.shape)
         del part
-        places = [*stacked[name][:count], *([stacked[name][count:]] if parts else [])]
-        for linear, place in zip([*linears, *([shared] if parts else [])], places, strict=True):
+        places = [*stacked[name][:count], *([stacked[name][count:]] if behind else [])]
+        for linear, place in zip([*linears, *behind], places, strict=True):
             own = getattr(linear.weight, name)
             view = place.view(own.shape)
             view.copy_(own)
