@@ -220,7 +220,7 @@ def test_the_choices_of_one_token_are_added_up_at_once(monkeypatch):
         stacked = stack(first), stack(second)
         shared = first[-1], second[-1]
         words = empty_words(len(router), chosen + 1, router.device)
-        chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=True)
+        chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=1)
         return GroupedExperts(*stacked, chooser, shared, words)
 
     layers = [layer(), layer()]

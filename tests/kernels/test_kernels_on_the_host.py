@@ -18,7 +18,7 @@ from flyweight.kernels.linear.experts.few import sum_plan
 from flyweight.kernels.linear.experts.grouped import GroupedExperts
 from flyweight.kernels.linear.experts.router import DeviceRouter
 from flyweight.kernels.linear.experts.routing import Routing
-from flyweight.kernels.linear.experts.stacked import joins, stack
+from flyweight.kernels.linear.experts.stacked import joined_parts, stack
 from flyweight.kernels.linear.experts.words import empty_words
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced
@@ -456,23 +456,57 @@ def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
     ]
     first = [linear_of(one, activation="silu") for one, _ in tensors]
     second = [linear_of(one) for _, one in tensors]
-    assert joins(first[-1], first[:-1], host_cuda.HOST) and not joins(
-        first[-1], second[:-1], host_cuda.HOST
-    )
+    members = first[:-1], second[:-1]
+    assert joined_parts((first[-1], second[-1]), members, chosen, host_cuda.HOST) == 1
+    assert joined_parts((second[-1], first[-1]), members, chosen, host_cuda.HOST) == 0
     router = torch.randn(count + gated, hidden) * hidden**-0.5
     ready = torch.zeros(1, dtype=torch.int32)
     shared = (first[-1], second[-1])
-    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=True)
+    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=1)
     layer = GroupedExperts(stack(first), stack(second), chooser, shared)
     norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
     x = torch.randn(1, hidden).bfloat16()
-    apart = dataclasses.replace(layer, router=dataclasses.replace(chooser, joined=False))
+    apart = dataclasses.replace(layer, router=dataclasses.replace(chooser, joined=0))
     # which adds the choices up, and the other does not
     assert sum_plan(layer.down.matrix, chosen + 1, host_cuda.HOST)
     assert torch.equal(experts_of(layer.route(x, norm=norm))[0, -1:], torch.tensor([count]))
     ready.zero_()
     assert error(layer.project(x, norm=norm), apart.project(x, norm=norm)) < 8e-3
     assert int(ready) == 0
+
+
+@pytest.mark.parametrize("kind", ["int4:64", "plain"])
+def test_a_larger_shared_expert_is_several_choices_before_hopper(monkeypatch, kind):
+    """Its weights lie behind the others' as its own kernels want them."""
+    ampere = gpu.Gpu(8, 6, 5, 101376, 102400)
+    monkeypatch.setattr(gpu, "of", lambda device: ampere)
+    count, chosen, parts, hidden, width = 7, 2, 3, 192, 128
+    first, second = (
+        [linear_of(make(kind, shape, i), activation=act) for i in range(count)]
+        for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None))
+    )
+    shared = (
+        linear_of(make(kind, (2 * parts * width, hidden), count), activation="silu"),
+        linear_of(make(kind, (hidden, parts * width), count)),
+    )
+    assert joined_parts(shared, (first, second), chosen, ampere) == parts
+    assert joined_parts(shared, (first, second), chosen, host_cuda.HOST) == 0
+    assert joined_parts(shared, (first, second), 30, ampere) == 0
+    stacked = [stack(part, one, parts) for part, one in zip((first, second), shared, strict=True)]
+    ready = torch.zeros(1, dtype=torch.int32)
+    router = torch.randn(count + 1, hidden) * hidden**-0.5
+    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=parts)
+    layer = GroupedExperts(*stacked, chooser, shared)
+    apart = dataclasses.replace(layer, router=dataclasses.replace(chooser, joined=0))
+    norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
+    for _ in range(2):
+        x = torch.randn(1, hidden).bfloat16()
+        assert error(layer.project(x, norm=norm), apart.project(x, norm=norm)) < 8e-3
+        assert int(ready) == 0
+    x = torch.randn(2, hidden).bfloat16()
+    assert torch.equal(layer.project(x, norm=norm), apart.project(x, norm=norm)), (
+        "one token's alone"
+    )
 
 
 def test_the_experts_own_kernel_chooses_as_the_route_does():
@@ -484,7 +518,7 @@ def test_the_experts_own_kernel_chooses_as_the_route_does():
     router = torch.randn(count + 1, hidden) * hidden**-0.5
     words = empty_words(len(router), chosen + 1, router.device)
     ready = torch.zeros(1, dtype=torch.int32)
-    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=True)
+    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True), joined=1)
     layer = GroupedExperts(stack(first), stack(second), chooser, (first[-1], second[-1]), words)
     assert layer._words_plan(host_cuda.HOST) is not None
     norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)

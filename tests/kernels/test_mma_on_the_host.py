@@ -28,6 +28,8 @@ AMPERE = gpu.Gpu(8, 6, 3, 101376, 102400)
 # blocks and fewer, stages of one block and of several, groups larger than a stage and smaller.
 CASES = [
     ("plain", 20, (40, 200), SMALL, LINE),
+    ("plain", 150, (200, 264), WIDE, LINE),  # several rounds of whole tiles first
+    ("w8a8", 97, (264, 320), WIDE, LINE),
     ("int4:128", 33, (72, 640), WIDE, LINE),
     ("int4:32", 70, (200, 160), SMALL, WHOLE),
     ("int4:128", 130, (24, 256), LONG, WHOLE),
@@ -59,6 +61,27 @@ def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, t
         if name == "mailbox"
     ]
     assert all((box == -1).all() for box in boxes), "emptied for the next launch"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "shape", "split"),
+    [
+        ("plain", 150, (200, 264), LINE),
+        ("plain", 70, (256, 128), WHOLE),
+        ("w8a8", 130, (300, 640), LINE),
+        ("w8a8", 97, (256, 512), WHOLE),
+    ],
+)
+def test_a_warp_loads_what_it_multiplies_next_before_the_barrier(kind, rows, shape, split):
+    tile = MmaTile(2, 2, 4, 2, 1, 1.0)
+    tensor = make(kind, shape, 1)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    cut = gemm_mma.plan(weight.matrix, rows, host_cuda.HOST, tile=tile, split=split)
+    x = torch.randn(rows, shape[1]).bfloat16()
+    residual = torch.randn(rows, shape[0]).bfloat16()
+    want = tensor.matmul_reference(x) + residual.double()
+    got = gemm_mma.multiply(weight, x, residual=residual, cut=dataclasses.replace(cut, ahead=True))
+    assert error(got, want) < 5e-3
 
 
 @pytest.mark.parametrize("kind", ["int4:128", "w8a8"])

@@ -18,12 +18,19 @@
 // Tiles of the shared expert (JOINED), which is always chosen, are cut evenly by themselves, come first, and are fetched before the choice:
 // with the first logit, as weights that come sooner may keep the router from its inputs.
 //
-// defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES, CHOOSES (0), with it JOINED and those of choose.cuh
+// A shared expert that is as large as JOINED others (one token) counts as so many choices. Its first linear's tiles wait for no choice and
+// come first: more than half a layer's bytes mostly, in which time the router has long spoken. Of its second linear a tile holds what JOINED
+// slots multiply, one after the other.
+//
+// defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES, CHOOSES (0), with it JOINED and those of choose.cuh, JOINED (0; else EXPERTS and CHOSEN)
 #include "gemv.cuh"
 #include "patience.cuh"
 #include "words.cuh"
 #ifndef CHOOSES
 #define CHOOSES 0
+#endif
+#ifndef JOINED
+#define JOINED 0
 #endif
 #if CHOOSES
 #include "choose.cuh"
@@ -35,7 +42,55 @@ static_assert(!OWN_COPIES, "a producer fetches what is chosen in any case");
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 static_assert(NDIM % 16 == 0, "no tile belongs to two experts");
 
+struct Part {  // of some tiles, a CTA's
+  int first, count;
+};
+DEVICE Part part_of(int tiles) {
+  const int first = (int)((long long)blockIdx.x * tiles / gridDim.x);
+  return {first, (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first};
+}
 #if !CHOOSES
+DEVICE int tile_of(int expert, int tile) {
+#if JOINED && PER_SLOT
+  if (expert >= EXPERTS) return EXPERTS * TILES + tile * JOINED + expert - EXPERTS;
+#endif
+  return expert * TILES + tile;
+}
+#if JOINED && !PER_SLOT
+static_assert(ROWS == 1, "one token");
+struct JoinedTiles {
+  Part shared, chosen;
+  const int *expert_of, *slots;
+  mutable bool known;
+  DEVICE Tile operator()(int i) const {
+    if (i < shared.count) {
+      const int at = shared.first + i;
+      return {EXPERTS * TILES + at, at % TILES, CHOSEN + at / TILES};
+    }
+    Patience patience;
+    while (!known && !(known = load_acquire(slots))) patience.poll();
+    const int at = chosen.first + i - shared.count, slot = min(at / TILES, CHOSEN - 1), tile = at % TILES;
+    return {tile_of(expert_of[slot], tile), tile, slot};
+  }
+};
+DEVICE void multiply_joined(LinearShared& sh, const Linear& a, const int* slots, const int* expert_of) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const JoinedTiles tile_at = {part_of(JOINED * TILES), part_of(CHOSEN * TILES), expert_of, slots, false};
+  const int count = tile_at.shared.count + tile_at.chosen.count;
+  const Slice whole = slice_at(0);
+#if OWN_COPIES
+  OwnRing<JoinedTiles> ring(sh, a, whole, tile_at, stages_of(whole, count), warp, lane);
+  ring.fill();
+#else
+  if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);
+  Ring ring = {sh};
+#endif
+  Rounds<JoinedTiles> rounds = {a, tile_at, count, whole};
+  const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
+  consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
+  end_launch(THREADS);
+}
+#endif
 // The products of `used` slots.
 DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, const int* expert_of) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -49,7 +104,7 @@ DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, c
   }
   auto tile_at = [=](int i) {
     const int slot = min((first + i) / TILES, used - 1), tile = (first + i) % TILES;
-    return Tile{expert_of[slot] * TILES + tile, tile, slot * ROWS};
+    return Tile{tile_of(expert_of[slot], tile), tile, slot * ROWS};
   };
   const Slice whole = slice_at(0);
 #if OWN_COPIES
@@ -79,13 +134,6 @@ DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, c
 
 #else
 // Tiles of a CTA: its part of the shared expert's, then its part of all chosen ones'. `expert_of` is there when all threads have met.
-struct Part {
-  int first, count;
-};
-DEVICE Part part_of(int tiles) {
-  const int first = (int)((long long)blockIdx.x * tiles / gridDim.x);
-  return {first, (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first};
-}
 template <typename Await, typename Choose, typename Publish>
 DEVICE void multiply_chosen(LinearShared& sh, const Linear& a, const int* expert_of, Await await_router, Choose choose, Publish publish) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -123,6 +171,9 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   BEGIN_LAUNCH;
   LinearShared& sh = *(LinearShared*)raw;
   begin_linear(sh);
+#if JOINED && !PER_SLOT
+  return multiply_joined(sh, {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon}, slots, expert_of);
+#endif
   __shared__ int found;
   if (threadIdx.x == 0) {  // alone: others would keep memory from those who find it out
     Patience patience;

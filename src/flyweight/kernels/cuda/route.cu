@@ -18,7 +18,7 @@
 // the first, so that there is a tile.
 // LOGITS_ALONE (one token): logits are all that is left, as words that are their own flags, for experts.cu to choose by.
 // One token (ROWS 1, BY_TOKEN) needs no such order: its j-th choice is tile j; of many experts all warps of the CTA choose. JOINED: the shared expert, which lies behind the others,
-// then is one choice more, and the experts' own linears multiply it too.
+// then is as many choices more as it is as large as one of them, and the experts' own linears multiply it too.
 // combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
 // how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
 // Limit: latency; of route with many tokens reads of shared memory, of combine bytes / bandwidth.
@@ -328,9 +328,9 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     if (warp > 0) return;
     if constexpr (!BY_WARPS) choose(logits, bias, scale, keys[0], expert_of, shares, gates, lane);
     if (lane < CHOICES) place[lane] = lane;
-    if (JOINED && lane == 0) {
-      expert_of[CHOSEN] = EXPERTS;
-      shares[CHOSEN] = GATE ? sigmoid(__ldcg(logits + EXPERTS)) : 1.f;
+    if (lane < JOINED) {
+      expert_of[CHOSEN + lane] = EXPERTS + lane;
+      shares[CHOSEN + lane] = GATE ? sigmoid(__ldcg(logits + EXPERTS)) : 1.f;
     }
     __threadfence();
     __syncwarp();

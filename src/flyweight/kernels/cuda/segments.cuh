@@ -16,8 +16,21 @@ DEVICE int unit_begin(u32 cta, u32 units) { return cta * (units / working()) + c
 #else
 DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / working()); }
 #endif
+// The unit from which on work is shared out evenly. While there are two rounds of whole tiles and more, every CTA has one of each round:
+// CTAs then are at neighbouring tiles at the same time, which read the same weights and the same x from L2. Parts of a long line
+// lie far from each other, and so all of them come from memory again and again.
+#ifndef SIDE
+#define SIDE 8
+#endif
+#ifndef ROUNDS_FIRST
+#define ROUNDS_FIRST 0
+#endif
+DEVICE int line_begin(int n_tiles) {
+  const int rounds = M_TILES * n_tiles / (int)working();
+  return ROUNDS_FIRST && rounds >= (ROUNDS_FIRST == 1 ? 2 : 1) ? (rounds - (ROUNDS_FIRST == 1)) * (int)working() * STAGE_COUNT : 0;
+}
 DEVICE Segment place(int tile, int n_tiles) {
-  constexpr int side = 8;  // token tiles side by side, for L2
+  constexpr int side = SIDE;  // token tiles side by side, for L2
   const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);
   return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
 }
@@ -30,12 +43,15 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_o
   s.begin = rank * STAGE_COUNT / CLUSTER, s.end = (rank + 1) * STAGE_COUNT / CLUSTER;
   unit = -1;
 #elif SPLIT == LINE
-  const int end = unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT);
+  const int line = line_begin(n_tiles);
+  const bool whole = unit < line;
+  const int end = whole ? unit + STAGE_COUNT : line + unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT - line);
   if (unit >= end) return false;
   s = place(unit / STAGE_COUNT, n_tiles);
   s.begin = unit % STAGE_COUNT;
   s.end = min(STAGE_COUNT, s.begin + end - unit);
-  unit += s.end - s.begin;
+  unit += whole ? working() * STAGE_COUNT : s.end - s.begin;
+  if (whole && unit >= line) unit = line + unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT - line);
 #else
   if (unit >= M_TILES * n_tiles) return false;
   s = place(unit, n_tiles);
@@ -44,4 +60,8 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_o
 #endif
   return true;
 }
-DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
+DEVICE int first_unit(int n_tiles) {
+  if (SPLIT != LINE) return blockIdx.x;
+  const int line = line_begin(n_tiles);
+  return line ? blockIdx.x * STAGE_COUNT : unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT);
+}

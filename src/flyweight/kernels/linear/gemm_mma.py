@@ -47,6 +47,8 @@ class Cut:
     shared: int
     microseconds: float = 0.0
     working: int = 0  # thread blocks that share the line; 0: all
+    ahead: bool = False  # warps load what they multiply next before the barrier between stages
+    extra: tuple[tuple[str, int], ...] = ()  # defines of a trial
 
     def grid(self, processors: int) -> int:
         return processors * self.tile.blocks
@@ -109,7 +111,8 @@ def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -
             stage = stage_bytes(matrix, tile, count)
             stages = min(MOST_STAGES, room // stage)
             if stages >= least:
-                cut = Cut(tile, count, stages, split, stages * stage)
+                ahead = stages > LEAST_STAGES and loads_ahead(matrix, tile, count)
+                cut = Cut(tile, count, stages, split, stages * stage, ahead=ahead)
                 return replace(
                     cut,
                     microseconds=estimate(matrix, rows, cut, device),
@@ -135,6 +138,16 @@ def aligned(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> int:
         return 0
     longest = math.ceil(tiles * stages / slots)
     return each * tiles if math.ceil(stages / each) <= longest else 0
+
+
+def loads_ahead(matrix: Matrix, tile: MmaTile, count: int) -> bool:
+    """Whether such stages are multiplied by the loop for many tokens: of codes that go in as they
+    lie, a stage being an even number of tiles and chunks of x, more than the barrier stands before.
+    """
+    form = matrix.format
+    as_stored = not (form.grouped or form.sparse or form.needs_float8 or form.widened)
+    steps = tile.per_warp * count * (1 if form.quantizes_input else 2)
+    return as_stored and tile.tokens > FEW_TOKENS and steps % 2 == 0 and steps > 2
 
 
 def _whole_stages(matrix: Matrix, count: int) -> bool:
@@ -260,6 +273,8 @@ def _product_kernel(weight: TiledWeight, cut: Cut, ends: Ends) -> jit.Kernel:
         "X_ROWS": int(not ends.packed),
         "EXPERTS": int(ends.experts),
         **({"WORKING": cut.working} if cut.working else {}),
+        **({"AHEAD": 1} if cut.ahead else {}),
+        **dict(cut.extra),
     }
     return jit.load("gemm_mma.cu", defines=defines).kernel("gemm_mma")
 

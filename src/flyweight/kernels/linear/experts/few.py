@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -31,8 +33,11 @@ def few_rows(
     *,
     norm: Norm | None = None,
     per_slot: bool = False,
+    parts: Mapping[str, int] = MappingProxyType({}),
 ) -> Tensor:
-    """experts.cu. x [tokens, in] for all experts, or (`per_slot`) [rows, in], each its own."""
+    """experts.cu. x [tokens, in] for all experts, or (`per_slot`) [rows, in], each its own.
+    `parts`: of a shared expert that is several choices (`DeviceRouter.parts`).
+    """
     rows = routed.tile
     device = gpu.of(x.device)
     plan = gemv.fitting_plan(weight.matrix, rows, device, tiles=16)
@@ -41,7 +46,7 @@ def few_rows(
     defines = gemv.defines(
         weight, rows, plan, device, norm=norm is not None, epilogue=weight.epilogue(None)
     )
-    defines |= {"PER_SLOT": int(per_slot)}
+    defines |= {"PER_SLOT": int(per_slot), **parts}
     kernel = jit.load("experts.cu", defines=defines).kernel("experts")
     args = (
         weight.weights,

@@ -23,7 +23,7 @@ from flyweight.kernels.linear.experts import few
 from flyweight.kernels.linear.experts.many import many_rows
 from flyweight.kernels.linear.experts.router import DeviceRouter
 from flyweight.kernels.linear.experts.routing import Routed, Routing
-from flyweight.kernels.linear.experts.stacked import joins, stack, unsupported_reason
+from flyweight.kernels.linear.experts.stacked import joined_parts, stack, unsupported_reason
 from flyweight.kernels.linear.experts.words import ByWords, empty_words
 from flyweight.kernels.linear.fused import FusedLinear, Norm
 from flyweight.kernels.linear.tiled import TiledLinear
@@ -71,15 +71,11 @@ class GroupedExperts:
         if any(isinstance(one, TiledLinear) and not one.weight.interleaved for one in gate_up):
             return "the kernels do not know the experts' activation"
         rows = [router] if shared_gate is None else [router, shared_gate.float()]
-        parts = [list(gate_up), list(down)]
-        joined = shared is not None and all(
-            joins(one, part, device) for one, part in zip(shared, parts, strict=True)
-        )
-        if shared is not None and joined:
-            for one, part in zip(shared, parts, strict=True):
-                part.append(one)
+        members = (gate_up, down)
+        joined = joined_parts(shared, members, routing.chosen, device) if shared else 0
         first, second = (
-            stack([one for one in part if isinstance(one, TiledLinear)]) for part in parts
+            stack([one for one in part if isinstance(one, TiledLinear)], behind, joined)
+            for part, behind in zip(members, shared or (None, None), strict=True)
         )
         ready = torch.zeros(1, dtype=torch.int32, device=router.device)
         chooser = DeviceRouter(torch.cat(rows), ready, routing, bias, joined)
@@ -153,8 +149,9 @@ class GroupedExperts:
     def multiply(self, x: Tensor, routed: Routed, *, norm: Norm | None) -> Tensor:
         """The experts' own answers [rows, hidden], in the places that the route gave them."""
         if routed.source is None:
-            gated = few.few_rows(self.gate_up, x, routed, norm=norm)
-            return few.few_rows(self.down, gated, routed, per_slot=True)
+            parts = self.router.parts(routed)
+            gated = few.few_rows(self.gate_up, x, routed, norm=norm, parts=parts)
+            return few.few_rows(self.down, gated, routed, per_slot=True, parts=parts)
         gated = many_rows(self.gate_up, x, routed, source=routed.source, norm=norm)
         return many_rows(self.down, gated, routed)
 
@@ -173,5 +170,7 @@ class GroupedExperts:
     def _sum_plan(self, routed: Routed, device: Gpu) -> gemv.Plan | None:
         """How the second linear adds up the choices of one token; None: `combine` does."""
         if routed.source is not None or routed.tile > 1 or self.down.bias is not None:
+            return None
+        if self.router.joined > 1:
             return None
         return few.sum_plan(self.down.matrix, routed.shares.shape[1], device)

@@ -27,7 +27,7 @@ class DeviceRouter:
     ready: Tensor  # int32 [1]: 0 but between `route` and `combine` of few tokens
     routing: Routing
     bias: Tensor | None = None  # float32 [experts]: of the logits, or of the choice by sigmoids
-    joined: bool = False  # the shared expert is stacked behind the others: a choice of one token
+    joined: int = 0  # the shared expert is stacked behind the others: so many choices of one token
 
     @property
     def gated(self) -> bool:
@@ -41,6 +41,16 @@ class DeviceRouter:
     def joins(self, routed: Routed) -> bool:
         """Whether the shared expert is one of these choices."""
         return routed.shares.shape[1] > self.routing.chosen
+
+    def parts(self, routed: Routed) -> dict[str, int]:
+        """What experts.cu is told of a shared expert that is several of these choices."""
+        if self.joined < 2 or not self.joins(routed):
+            return {}
+        return {
+            "JOINED": self.joined,
+            "EXPERTS": self.routing.experts,
+            "CHOSEN": self.routing.chosen,
+        }
 
     def route(
         self, x: Tensor, *, norm: Norm, by_token: bool, lengths: Tensor | None = None
@@ -88,7 +98,7 @@ class DeviceRouter:
         tokens = len(x)
         routing = self.routing
         pairs = tokens * routing.chosen
-        joined = int(self.joined and by_token and tokens == 1)
+        joined = self.joined if by_token and tokens == 1 else 0
         choices = routing.chosen + joined
         tile = tokens if by_token else tile_rows(pairs, routing.experts)
         most = min(routing.experts, pairs) + (joined if by_token else pairs // tile)
@@ -160,7 +170,7 @@ class DeviceRouter:
         if ring > 2:
             defines["RING"] = ring
         if self.joins(routed):
-            defines |= {"JOINED": 1, "SHARED": 0}
+            defines |= {"JOINED": self.joined, "SHARED": 0}
         elif shared and not self.gated:
             defines["SHARED"] = 1
         return jit.load("route.cu", defines=defines).kernel(name)

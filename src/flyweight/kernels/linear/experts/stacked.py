@@ -12,23 +12,32 @@ from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
+MOST_CHOICES = 32  # of a token: cuda/route.cu
 STACKED = ("weights", "records", "channel_scale", "bias")
 
 
-def stack(linears: Sequence[TiledLinear]) -> TiledWeight:
+def stack(
+    linears: Sequence[TiledLinear], shared: FusedLinear | None = None, parts: int = 0
+) -> TiledWeight:
     """One weight of all; the linears' own become views of it, each copy being freed as the next is
-    made.
+    made. `shared` lies behind them, as large as `parts` of them.
     """
     first = linears[0].weight
+    behind = [shared] if parts and isinstance(shared, TiledLinear) else []
     stacked = {}
     for name in STACKED:
         if (part := getattr(first, name)) is None:
             continue
-        stacked[name] = part.new_empty(len(linears), *part.shape)
+        count = len(linears)
+        stacked[name] = part.new_empty(count + parts, *part.shape)
         del part
-        for i, linear in enumerate(linears):
-            stacked[name][i].copy_(getattr(linear.weight, name))
-            linear.weight = dataclasses.replace(linear.weight, **{name: stacked[name][i]})
+        places = [*stacked[name][:count], *([stacked[name][count:]] if behind else [])]
+        for linear, place in zip([*linears, *behind], places, strict=True):
+            own = getattr(linear.weight, name)
+            view = place.view(own.shape)
+            view.copy_(own)
+            del own
+            linear.weight = dataclasses.replace(linear.weight, **{name: view})
     return dataclasses.replace(first, **stacked)
 
 
@@ -64,13 +73,36 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
     return None
 
 
-def joins(shared: FusedLinear, members: Sequence[FusedLinear], device: Gpu) -> bool:
-    """Whether the linear of a shared expert can be stacked behind those of the others."""
-    if unsupported_reason([*members, shared], device):
-        return False
-    shapes = {
-        (one.weight.in_features, one.weight.out_features, one.weight.interleaved)
-        for one in (shared, members[0])
-        if isinstance(one, TiledLinear)
-    }
-    return len(shapes) == 1
+def joined_parts(
+    shared: Sequence[FusedLinear],
+    members: Sequence[Sequence[FusedLinear]],
+    chosen: int,
+    device: Gpu,
+) -> int:
+    """As how many experts the linears of the shared one (gate/up, down) count, stacked behind those
+    of the others; 0: they cannot lie there. Where kernels overlap of themselves a larger shared
+    expert hides the route, so it stays apart.
+    """
+    if any(
+        unsupported_reason([*part, one], device) for one, part in zip(shared, members, strict=True)
+    ):
+        return 0
+    weights = [one.weight for one in (*shared, *(part[0] for part in members))]  # type: ignore[attr-defined]
+    gate_up, down, own_gate_up, own_down = weights
+    parts: int = down.in_features // own_down.in_features
+    fits = (
+        gate_up.interleaved == own_gate_up.interleaved
+        and gate_up.in_features == own_gate_up.in_features
+        and gate_up.out_features == parts * own_gate_up.out_features
+        and down.out_features == own_down.out_features
+        and down.in_features == parts * own_down.in_features
+    )
+    if not fits or parts == 1:
+        return int(fits)
+    cut = (
+        down.channel_scale is None
+        and down.bias is None
+        and own_down.in_features % max(64, own_down.group) == 0
+        and chosen + parts <= MOST_CHOICES
+    )
+    return parts if cut and not device.has_dependent_launch else 0

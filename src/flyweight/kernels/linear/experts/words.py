@@ -56,6 +56,7 @@ class ByWords:
             or routing.experts < MANY_EXPERTS
             or routing.chosen > MOST_CHOSEN
             or routing.groups > 1
+            or router.joined > 1
             or self.down.bias is not None
             or router.ring(router.weight.shape[1], device) < each
         ):
