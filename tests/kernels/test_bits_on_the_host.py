@@ -109,9 +109,10 @@ def test_large_inputs_of_a_row_do_not_overflow(kind="Q5_0"):
     assert error(found, tensor.matmul_reference(exact)) < 2e-3
 
 
-def test_weights_that_each_warp_copies(monkeypatch, kind="Q4_K"):
+@pytest.mark.parametrize("rows", [2, 4])
+def test_weights_that_each_warp_copies(monkeypatch, rows, kind="Q4_K"):
     monkeypatch.setattr(gpu, "of", lambda _: OLDER)
-    test_few_rows(kind, 2)
+    test_few_rows(kind, rows)
 
 
 @pytest.mark.parametrize(
