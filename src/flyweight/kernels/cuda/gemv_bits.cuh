@@ -67,9 +67,9 @@ DEVICE Inputs inputs_at(const LinearShared& sh, int lane) { return {sh.x + min(l
 constexpr bool WHOLE_MIDDLES = WHOLE_ZEROS && RECORD_KIND != WITH_ZEROS;  // no group has a zero point of its own
 constexpr int PARTS_OF_HALF = SUBGROUP == 16 ? 2 : 1;
 // A code in the mantissa of 1,024 is 1,024 too large, and what is taken from it leaves the code less its middle; codes of a table are signed.
-constexpr u32 TAKEN = 0xe400e400 + 0x00010001 * ((SIGNED_CODES ? 128 : 0) + (WHOLE_MIDDLES ? MIDDLE : 0));
-DEVICE u32 even_codes(u32 codes) { return add_halves(__byte_perm(codes, 0x64646464, 0x4240), TAKEN); }  // 0 and 2 of four
-DEVICE u32 odd_codes(u32 codes) { return add_halves(__byte_perm(codes, 0x64646464, 0x4341), TAKEN); }
+constexpr u32 LESS_RAISED = 0xe400e400 + 0x00010001 * ((SIGNED_CODES ? 128 : 0) + (WHOLE_MIDDLES ? MIDDLE : 0));
+DEVICE u32 even_codes(u32 codes) { return add_halves(__byte_perm(codes, 0x64646464, 0x4240), LESS_RAISED); }  // 0 and 2 of four
+DEVICE u32 odd_codes(u32 codes) { return add_halves(__byte_perm(codes, 0x64646464, 0x4341), LESS_RAISED); }
 
 // A half of a block: two products of 16 inputs, of which `kept` has ones for those that count.
 DEVICE void multiply_half(const u32 (&codes)[4], uint4 x, u32 kept, float (&acc)[4]) {
