@@ -168,8 +168,8 @@ def fill_rows(shared: SharedRows, request: Request, context: int, count: int) ->
 
 @torch.inference_mode()
 def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Steps of 4 and 8 rows of one sequence with other numbers of kernels/tuned or constants, all
-    by turns.
+    """Steps of 2, 4 and 8 rows of one sequence with other numbers of kernels/tuned or constants,
+    all by turns.
     """
     caches, rows, requests = make_rows(decoder, context)
     shared = SharedRows(rows)
@@ -178,7 +178,7 @@ def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dic
     for text in ("", *tries):
         constants.set(assignments(text))
         try:
-            for count in (1, 4, 8):
+            for count in (1, 2, 4, 8):
                 graphs = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
                 graphs.logits(fill_rows(shared, requests[0], context, count))
                 found[text, count] = graphs
@@ -510,7 +510,7 @@ def measure(model: str, options: argparse.Namespace) -> None:
         }
         print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
     for row in trials(decoder, options.context, options.tries) if options.tries else ():
-        print(json.dumps(row), flush=True)
+        print(json.dumps(facts | row), flush=True)
     for row in many_answers(decoder) if options.many else ():
         print(json.dumps(facts | {"what": "throughput", "context": 128} | row), flush=True)
     for row in answers(decoder, options) if options.answers else ():

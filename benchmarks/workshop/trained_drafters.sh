@@ -37,7 +37,7 @@ train() {
 train $trained || { [ -f head/answers.json ] && [ ! -f head/model.safetensors ] && train $again; }
 grep '"training"' "$out/training.txt"
 python "$here/speculation.py" "$model" --speculate auto:eagle3:head:3 --speculate eagle3:head:3 --speculate auto:eagle3:head:1 \
-    --speculate auto:model:student:3 --speculate eagle3:head:2 --speculate ngram:7 --only chat --only quoting --only code \
+    --speculate auto:model:student:3 --speculate auto:model:student:1 --speculate ngram:7 --only chat --only quoting --only code \
     --text "$texts/wikitext2-valid.raw.txt" --chat "$texts/mt-bench-questions.jsonl" --code "$code/engine/runner.py" \
     --code "$code/engine/rows.py" $judged > "$out/rates.jsonl"
 [ -n "${TRY:-}" ] || python "$here/speculation.py" "$model" --memory --speculate eagle3:head:3 --speculate model:student:3 \

@@ -95,10 +95,13 @@ class Constants:
         self.before: dict[str, Any] = {}
         self.measured = tuned.of
 
+    def is_number(self, name: str) -> bool:
+        """Of kernels/tuned; a table and a module may have one name."""
+        table, _, constant = name.partition(".")
+        return table in TABLES and not hasattr(self.modules.get(table), constant)
+
     def set(self, wanted: dict[str, Any]) -> None:
-        numbers = {
-            name: value for name, value in wanted.items() if name.partition(".")[0] in TABLES
-        }
+        numbers = {name: value for name, value in wanted.items() if self.is_number(name)}
         tuned.of = functools.partial(retuned, self.measured, numbers) if numbers else self.measured
         for name, value in (self.before | wanted).items():
             if name in numbers:

@@ -59,7 +59,7 @@ def test_every_number_of_rows(kind, dtype):
     tensor = make(kind, (1008, 1536))
     linear = TiledLinear(tensor, dtype=dtype, ops=reference)
     assert torch.equal(untile(linear.weight), tensor.dequantize().to(dtype))
-    for rows in (1, 8, 33, 2100):
+    for rows in (1, 4, 8, 33, 2100):
         x = torch.randn(rows, 1536, device="cuda").to(dtype)
         out = torch.full((rows, 1008), float("nan"), device="cuda", dtype=dtype)
         kernel = linear.choose(rows).kernel

@@ -40,7 +40,7 @@
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
 // STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BESIDE (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
-// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, KEPT (0), SLOT_BLOCKS (0: experts_sum.cu)
+// AS_HALVES (0), BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, KEPT (0), SLOT_BLOCKS (0: experts_sum.cu)
 #ifndef SLOT_BLOCKS
 #define SLOT_BLOCKS 0  // blocks of a tile that one expert has: inputs are those of several, one after the other
 #endif
@@ -85,6 +85,7 @@ static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
 #define ALL_THREADS (THREADS + (OWN_COPIES ? 0 : 32) + (ADAPTER_RANK ? 32 : 0))  // with those that fetch, and that add an adapter
 constexpr bool QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;     // of blocks have sums of x: gemv_bits.cuh
 constexpr bool IN_QUARTERS = QUARTERS && !AS_HALVES;                 // columns of B are
+static_assert(!AS_HALVES || QUARTERS, "what it is for");
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;

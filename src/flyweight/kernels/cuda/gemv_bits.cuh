@@ -67,15 +67,16 @@ DEVICE Inputs inputs_at(const LinearShared& sh, int lane) { return {sh.x + min(l
 constexpr bool WHOLE_MIDDLES = WHOLE_ZEROS && RECORD_KIND != WITH_ZEROS;  // no group has a zero point of its own
 constexpr int PARTS_OF_HALF = SUBGROUP == 16 ? 2 : 1;
 // A code in the mantissa of 1,024 is 1,024 too large, and what is taken from it leaves the code less its middle; codes of a table are signed.
-constexpr u32 TAKEN = 0xe400e400 + 0x00010001 * ((SIGNED_CODES ? 128 : 0) + (WHOLE_MIDDLES ? MIDDLE : 0));
-DEVICE u32 two_codes(u32 codes) { return add_halves((codes & 0x00ff00ff) | 0x64006400, TAKEN); }
+constexpr u32 LESS_RAISED = 0xe400e400 + 0x00010001 * ((SIGNED_CODES ? 128 : 0) + (WHOLE_MIDDLES ? MIDDLE : 0));
+DEVICE u32 even_codes(u32 codes) { return add_halves(__byte_perm(codes, 0x64646464, 0x4240), LESS_RAISED); }  // 0 and 2 of four
+DEVICE u32 odd_codes(u32 codes) { return add_halves(__byte_perm(codes, 0x64646464, 0x4341), LESS_RAISED); }
 
 // A half of a block: two products of 16 inputs, of which `kept` has ones for those that count.
 DEVICE void multiply_half(const u32 (&codes)[4], uint4 x, u32 kept, float (&acc)[4]) {
 #pragma unroll
   for (int step = 0; step < 2; step++) {
     const u32 first = codes[2 * step] ^ (SIGNED_CODES ? 0x80808080 : 0), second = codes[2 * step + 1] ^ (SIGNED_CODES ? 0x80808080 : 0);
-    mma16<true>(acc, two_codes(first), two_codes(second), two_codes(first >> 8), two_codes(second >> 8), (step ? x.z : x.x) & kept,
+    mma16<true>(acc, even_codes(first), even_codes(second), odd_codes(first), odd_codes(second), (step ? x.z : x.x) & kept,
                 (step ? x.w : x.y) & kept);
   }
 }

@@ -3,16 +3,14 @@
 // Integer weights: 16-bit integers with a scale for each group, as high and low bytes. W8A8 and float8: codes of 8 bits with a
 // scale for the row, which its maximum gives. Plain weights: 16-bit floats.
 #include "integers.cuh"
+#ifndef AS_HALVES  // x and codes of groups smaller than a block are multiplied as 16-bit floats
+#define AS_HALVES 0
+#endif
 #if FORMAT == BIT_PLANES
 #define WHOLE_BLOCKS (SUBGROUP % 64 == 0)  // groups are whole blocks of 64 inputs
-#ifndef HALVES_FROM
-#define HALVES_FROM 1000
-#endif
-#define AS_HALVES (!WHOLE_BLOCKS && ROWS >= HALVES_FROM)  // x and codes of small groups are 16-bit floats
 constexpr int SMALLEST_GROUP = SUBGROUP;   // inputs that share a scale
 #else
 #define WHOLE_BLOCKS 0
-#define AS_HALVES 0
 constexpr int SMALLEST_GROUP = GROUP;
 #endif
 constexpr int UNIT_BLOCKS = GROUPED && SMALLEST_GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings

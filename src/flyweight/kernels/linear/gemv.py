@@ -77,8 +77,9 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
-# Rows from which on x and codes of small groups in planes are multiplied as 16-bit floats
-HALVES_FROM = 1000
+# Rows from which on codes in planes, of groups smaller than a block, are multiplied as 16-bit
+# floats
+HALVES_FROM = 3
 # Of a kernel with x in registers that leaves room for another: more have no registers for x
 REGISTER_WARPS = 8
 FEWEST_WARPS = 4  # that have a thread for each output of a round
@@ -124,7 +125,7 @@ def _input_scales(matrix: Matrix, blocks: int) -> int:
 
 
 def _as_halves(matrix: Matrix, rows: int) -> bool:
-    """AS_HALVES of cuda/piece.cuh."""
+    """Whether all rows take the products of one: cuda/gemv_bits.cuh."""
     variant = matrix.format.variant
     return variant is not None and variant.group % 64 != 0 and rows >= HALVES_FROM
 
@@ -375,7 +376,7 @@ def defines(
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **_prefetch(weight.matrix, chosen, device),
-        **({"HALVES_FROM": HALVES_FROM} if _as_halves(weight.matrix, rows) else {}),
+        **({"AS_HALVES": 1} if _as_halves(weight.matrix, rows) else {}),
         **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
     }
 
