@@ -505,7 +505,15 @@ def calibrated(job: Job) -> bool:
     return not job.scheme.startswith("rtn")
 
 
-def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: float) -> None:
+def run(
+    jobs: list[Job],
+    setting: Setting,
+    rows: Rows,
+    *,
+    seats: int,
+    deadline: float,
+    spare: float = 0.0,
+) -> None:
     waiting, lock, done = list(jobs), threading.Lock(), 0
     threads = max(
         1,
@@ -516,7 +524,7 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
     def take(package: str) -> Job:
         """The next job of the package that the seat has loaded, or else simply the next."""
         with lock:
-            if not waiting or time.monotonic() > deadline:
+            if not waiting or time.monotonic() > deadline - spare:
                 raise queue.Empty
             return waiting.pop(
                 next((i for i, job in enumerate(waiting) if job.package == package), 0)
@@ -594,6 +602,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=10000, help="stop after so many; run again to go on"
     )
+    parser.add_argument(
+        "--spare", type=float, default=0, help="minutes before that in which nothing is begun"
+    )
     parser.add_argument("--windows", type=int, help="only the first so many windows of the text")
     parser.add_argument(
         "--learn-steps",
@@ -652,7 +663,14 @@ def main() -> None:
         jobs = [job for job in jobs if job.tool != "flyweight"]
     print(f"{len(jobs)} jobs to do, {len(finished)} done before", flush=True)
     if jobs:
-        run(jobs, setting, Rows(options.out, setting, name), seats=options.jobs, deadline=deadline)
+        run(
+            jobs,
+            setting,
+            Rows(options.out, setting, name),
+            seats=options.jobs,
+            deadline=deadline,
+            spare=60 * options.spare,
+        )
     table.show(options.out)
 
 
