@@ -60,7 +60,7 @@ def evaluate(model, prompt_dtype):
 
 def columns_in_order(model):
     """Whether VPTQ's layouts take the columns of x as they are, by a dry run and by values."""
-    from flyweight.kernels.vptq.layout import lay_out
+    from flyweight.kernels.vptq.choose_layout import lay_out
 
     found = [
         lay_out(

@@ -16,7 +16,7 @@ from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.gemm_shape import Product, shape_for
 from flyweight.kernels.linear.tiles import Matrix, TiledWeight
 from flyweight.kernels.vptq import rows as vptq_rows
-from flyweight.kernels.vptq.layout import lay_out
+from flyweight.kernels.vptq.choose_layout import lay_out
 from flyweight.tensors import IntGroup, VectorQuant
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")

@@ -11,8 +11,8 @@ from flyweight.kernels import reference
 from flyweight.kernels.attention import decode
 from flyweight.kernels.attention.decode import HeadShape
 from flyweight.kernels.linear.fused import PackedInput
-from flyweight.kernels.vptq import layout
 from flyweight.kernels.vptq import linear as vptq
+from flyweight.kernels.vptq import staged
 from flyweight.tensors import VectorQuant
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -92,7 +92,7 @@ def test_results_are_the_input_of_a_vptq_linear_with_the_sums_of_its_biases(monk
     def shuffled(banks):
         return torch.rand(banks.shape).argsort(2).to(torch.uint8)
 
-    monkeypatch.setattr(layout, "schedule", shuffled)  # any order is right, and the best takes long
+    monkeypatch.setattr(staged, "schedule", shuffled)  # any order is right, and the best takes long
     # items of 5 and 4; as wide as 9 · 256
     shape = replace(SHAPE, heads=18, kv_heads=2, head_dim=128)
     sequences = Sequences(shape, NINE_LENGTHS, torch.float16, CPU)

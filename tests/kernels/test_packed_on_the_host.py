@@ -24,9 +24,9 @@ from flyweight.kernels.attention.decode import (
 from flyweight.kernels.linear import gemm, tiles
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, WHOLE, Forced
-from flyweight.kernels.vptq import layout as vptq_layout
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.kernels.vptq import rows as vptq_rows
+from flyweight.kernels.vptq import staged
 from flyweight.kernels.vptq.parts import Ends
 from flyweight.tensors import VectorQuant
 
@@ -165,7 +165,7 @@ def test_decode_attention_writes_the_packed_input_of_o(monkeypatch, kind, dtype)
 @pytest.mark.parametrize("dtype", [BRAIN, HALF])
 def test_decode_attention_writes_the_packed_input_of_a_vptq_o(monkeypatch, dtype):
     monkeypatch.setattr(
-        vptq_layout, "schedule", lambda banks: torch.rand(banks.shape).argsort(2).to(torch.uint8)
+        staged, "schedule", lambda banks: torch.rand(banks.shape).argsort(2).to(torch.uint8)
     )
     attend = attention_of(monkeypatch, 2, dtype)
     tensor = VectorQuant.random((72, 256), dtype=dtype, main=256, residual=256)

@@ -15,7 +15,7 @@ from flyweight.kernels import reference as ops
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.vptq import decode, gather
 from flyweight.kernels.vptq import linear as vptq
-from flyweight.kernels.vptq.layout import takes_byte_books
+from flyweight.kernels.vptq.choose_layout import takes_byte_books
 from flyweight.kernels.vptq.parts import Ends
 from flyweight.tensors import VectorQuant
 from flyweight.tensors.vector import entries, packed

@@ -10,8 +10,7 @@ import torch
 from flyweight import gpu
 from flyweight.kernels import dispatch, reference
 from flyweight.kernels.linear.fused import Norm
-from flyweight.kernels.vptq import gather
-from flyweight.kernels.vptq import layout as vptq_layout
+from flyweight.kernels.vptq import gather, staged
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.kernels.vptq.gather import Launch
 from flyweight.kernels.vptq.parts import Ends
@@ -231,7 +230,7 @@ def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay():
 
 def test_sixteen_lanes_are_ordered_too():
     bank = torch.randint(0, 16, (5000, 16, 8), device="cuda")
-    order = vptq_layout.schedule((bank | bank << 4).to(torch.uint8)).long()
+    order = staged.schedule((bank | bank << 4).to(torch.uint8)).long()
     assert torch.equal(order.sort(2).values, torch.arange(8, device="cuda").expand_as(order))
     fullest = torch.nn.functional.one_hot(bank.gather(2, order), 16).sum(1).amax(-1)
     print(f"clashes: {fullest.double().mean():.3f}")
@@ -245,7 +244,7 @@ def test_sixteen_lanes_are_ordered_too():
 def test_schedule_is_a_permutation_with_few_clashes(window, doubled, at_most):
     bank = torch.randint(0, 8, (5000, 8, window), device="cuda")
     other = (bank + torch.randint(1, 8, bank.shape, device="cuda")) % 8 if doubled else bank
-    order = vptq_layout.schedule((bank | other << 4).to(torch.uint8))
+    order = staged.schedule((bank | other << 4).to(torch.uint8))
     item = (order & 127).long()
     assert torch.equal(item.sort(2).values, torch.arange(window, device="cuda").expand_as(item))
     chosen = torch.where(order > 127, other.gather(2, item), bank.gather(2, item))
@@ -261,9 +260,7 @@ def test_an_order_by_both_books_has_few_clashes_in_either(window, copies, at_mos
     bank = torch.randint(0, 8, (5000, 8, window), device="cuda")
     lane = torch.arange(8, device="cuda")[:, None]
     residual = (torch.randint(0, 256, bank.shape, device="cuda") * copies + lane % copies) % 8
-    order = vptq_layout.schedule(
-        (bank | bank << 4).to(torch.uint8), residual.to(torch.uint8)
-    ).long()
+    order = staged.schedule((bank | bank << 4).to(torch.uint8), residual.to(torch.uint8)).long()
     assert torch.equal(order.sort(2).values, torch.arange(window, device="cuda").expand_as(order))
     fullest = [
         torch.nn.functional.one_hot(one.gather(2, order), 8).sum(1).amax(-1)

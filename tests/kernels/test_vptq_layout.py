@@ -11,11 +11,11 @@ import torch
 
 from flyweight.gpu import GPUS
 from flyweight.kernels import compiler, reference
-from flyweight.kernels.vptq import gather
-from flyweight.kernels.vptq import layout as vptq_layout
+from flyweight.kernels.vptq import gather, staged
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.kernels.vptq import rows as vptq_rows
-from flyweight.kernels.vptq.layout import ItemFormat, lay_out
+from flyweight.kernels.vptq.choose_layout import lay_out
+from flyweight.kernels.vptq.layout import ItemFormat
 from flyweight.tensors import VectorQuant
 
 
@@ -33,7 +33,7 @@ def shuffled(monkeypatch):
         )
         return order + 128 * from_copy.to(torch.uint8)
 
-    monkeypatch.setattr(vptq_layout, "schedule", schedule)
+    monkeypatch.setattr(staged, "schedule", schedule)
 
 
 def fragment_product(entries, x_of_lane):
@@ -202,7 +202,7 @@ def test_every_item_format_holds_the_same_weight(form, doubled):
 
 def test_the_copy_of_an_entry_lies_in_another_bank():
     entries = torch.arange(4096)
-    copies = vptq_layout.rotated(entries)
+    copies = staged.rotated(entries)
     assert torch.equal(copies.sort().values, entries)
     assert (copies % 8 != entries % 8).all()
 

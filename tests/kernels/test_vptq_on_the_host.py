@@ -11,9 +11,9 @@ from flyweight import gpu
 from flyweight.kernels import reference as ops
 from flyweight.kernels.linear.fused import KvPrefetch, Norm
 from flyweight.kernels.vptq import decode as vptq_decode
-from flyweight.kernels.vptq import layout as vptq_layout
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.kernels.vptq import rows as vptq_rows
+from flyweight.kernels.vptq import staged
 from flyweight.kernels.vptq.parts import Ends
 from flyweight.tensors import VectorQuant
 
@@ -32,7 +32,7 @@ def host(monkeypatch, folder):
         from_copy = (torch.rand(banks.shape) < 0.5) & (banks >> 4 != banks & 15)
         return torch.rand(banks.shape).argsort(2).to(torch.uint8) + 128 * from_copy.to(torch.uint8)
 
-    monkeypatch.setattr(vptq_layout, "schedule", schedule)
+    monkeypatch.setattr(staged, "schedule", schedule)
 
 
 def make(*shapes, dtype=torch.bfloat16, bias=None, **options):

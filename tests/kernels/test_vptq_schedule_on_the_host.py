@@ -6,7 +6,8 @@ import torch
 from torch.nn.functional import one_hot
 
 from flyweight.kernels import jit
-from flyweight.kernels.vptq import layout as vptq_layout
+from flyweight.kernels.vptq import staged
+from flyweight.kernels.vptq.layout import ItemFormat
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 GROUPS = 200
@@ -65,12 +66,12 @@ def test_a_layout_asks_for_banks_of_residuals_where_copies_are_few(monkeypatch):
     asked = []
     natural = torch.arange(8, dtype=torch.uint8)
     monkeypatch.setattr(
-        vptq_layout,
+        staged,
         "schedule",
         lambda banks, residuals=None: asked.append(residuals) or natural.expand_as(banks),
     )
-    form = vptq_layout.ItemFormat(13, 8, 3, 3)
+    form = ItemFormat(13, 8, 3, 3)
     joint = torch.randint(0, 1 << 21, (2, 256))
-    vptq_layout.stream(joint, form, main_bits=13)
-    vptq_layout.stream(joint, form, main_bits=13, residual_copies=4)
+    staged.stream(joint, form, main_bits=13)
+    staged.stream(joint, form, main_bits=13, residual_copies=4)
     assert asked[0] is None and asked[1].shape == (8, 8, 8) and asked[1].max() < 8

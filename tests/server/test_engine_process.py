@@ -12,7 +12,6 @@ from flyweight.engine.llm import LLM
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.scheduler import Scheduler
-from flyweight.engine.warm_up import warm_up
 from flyweight.server.engine_process import EngineLoop, facts, run_engine
 from flyweight.server.messages import (
     FAILED,
@@ -122,7 +121,7 @@ def test_it_sleeps_until_told_something_and_ends_when_the_server_is_gone(loop):
 
 
 def test_warm_up_leaves_nothing_behind(llm):
-    warm_up(llm)
+    llm.warm_up()
     assert (
         llm.engine.pool.available == llm.engine.pool.blocks
         and not llm.engine.pool.block_of

@@ -61,11 +61,9 @@ class EngineTarget:
     """The native engine in this process: requests share its batch."""
 
     def __init__(self, llm: Any, choice: Mapping[str, Any]):
-        from flyweight.engine.warm_up import warm_up
-
         self.llm, self.choice = llm, choice
         llm.pace_prompts()
-        warm_up(llm)  # as a server does before its first request
+        llm.warm_up()  # as a server does before its first request
 
     async def ask(self, prompt: Prompt, output: int) -> Reply:
         from flyweight.engine.request import SamplingParams

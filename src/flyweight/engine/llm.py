@@ -52,6 +52,7 @@ from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.speculator import speculator_of
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
+from flyweight.engine.warm_up import capture_all, first_requests
 from flyweight.engine.work import long_prompts
 from flyweight.errors import OptionError
 from flyweight.kernels.linear.prompts import check_prompt_dtype
@@ -285,20 +286,10 @@ class LLM:
         return self._memory
 
     def warm_up(self) -> None:
-        """Capture greedy decode steps and prompts of every size now, so that no request waits for
-        it; nothing on a CPU.
-        """
-        runner = self.engine.runner
-        for captured in (runner.steps, runner.passes):
-            if captured is not None:
-                captured.warm_up()
-        if runner.passes is not None and self.takes_turns:
-            runner.passes.warm_up_parts()
-            runner.passes.warm_up_long(self.engine.scheduler.max_num_batched_tokens)
-        if self.engine.speculator is not None:
-            self.engine.speculator.drafter.warm_up()
-            if runner.shared_steps is not None:
-                runner.shared_steps.warm_up()
+        """Compile, capture and allocate now, so that no request waits for it."""
+        capture_all(self.engine, beside_answers=self.takes_turns)
+        self.generate(*first_requests(self.engine))
+        self.engine.pool.forget()
 
     @takes_fields_of(SamplingParams)
     def generate(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError, unknown
-from flyweight.kernels.vptq.layout import takes_byte_books
+from flyweight.kernels.vptq.choose_layout import takes_byte_books
 from flyweight.models.layers import Weights
 from flyweight.tensors import QuantTensor, VectorQuant
 

@@ -62,12 +62,11 @@ def run_engine(
         signal.signal(number, signal.SIG_IGN)
     warnings.formatwarning = lambda message, *_, **__: f"flyweight: {message}\n"
     from flyweight.engine.llm import LLM
-    from flyweight.engine.warm_up import warm_up
 
     try:
         llm = LLM(model, **options)
         begin = time.perf_counter()
-        warm_up(llm)
+        llm.warm_up()
         warm_up_seconds = time.perf_counter() - begin
         garbage.settle()
     except FlyweightError as error:

@@ -198,6 +198,13 @@ def test_logits_of_every_token_can_be_asked_for_and_of_none():
     )
 
 
+@pytest.mark.parametrize("change", [lambda caches: caches[:-1], lambda caches: caches + caches[:1]])
+def test_another_number_of_caches_than_of_layers_is_refused(change):
+    native = NativeDecoder(read_parts(PresetWeights(NATIVE, "fp32")))
+    with pytest.raises(ValueError, match=r"\d KV caches for 3 layers; give one a layer"):
+        native.forward(make_batch([(0, 3)]), change(caches(NATIVE)))
+
+
 def test_nan_stays_in_its_sequence():
     weights = PresetWeights(NATIVE, "int4")
     native = NativeDecoder(read_parts(weights))

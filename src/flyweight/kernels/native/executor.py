@@ -285,6 +285,10 @@ class NativeDecoder:
         )
 
     def _open(self, caches: Sequence[KVStorage]) -> Pages:
+        if len(caches) != len(self.parts.layers):  # which the kernels would read beyond
+            raise ValueError(
+                f"{len(caches)} KV caches for {len(self.parts.layers)} layers; give one a layer"
+            )
         first = caches[0].keys
         if any(
             not pages.is_contiguous() for cache in caches for pages in (cache.keys, cache.values)

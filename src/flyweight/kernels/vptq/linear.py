@@ -32,7 +32,8 @@ from flyweight.kernels.linear.fused import (
 )
 from flyweight.kernels.linear.tiles import ACTIVATIONS, Matrix, TiledWeight
 from flyweight.kernels.vptq import decode, gather, rows
-from flyweight.kernels.vptq.layout import Layout, lay_out, unsupported_reason
+from flyweight.kernels.vptq.choose_layout import lay_out, unsupported_reason
+from flyweight.kernels.vptq.layout import Layout
 from flyweight.kernels.vptq.parts import Ends, Parts
 from flyweight.tensors import VectorQuant
 
