@@ -5,8 +5,8 @@ r"""Linears of prompts without wgmma: tiles of gemm_mma.cu and ways to share the
     FLYWEIGHT_PRETEND=sm_80:132 python benchmarks/workshop/mma_prompts.py -o mma-prompts.jsonl
 
 A variant is a tile (as in mma_tiles.py) or `now`, W for whole tiles or L for work cut evenly, and
-what else is compiled into the kernel. cuBLAS takes its turns with the same numbers in 16 bits. Of
-few rows weights are not in the cache.
+`waits` for the loop that loads nothing ahead of its barriers. cuBLAS takes its turns with the same
+numbers in 16 bits. Of few rows weights are not in the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,42 +52,19 @@ FEW = 64
 CHECKED = 48  # rows: the first, the last and some between
 
 
-class Variant(NamedTuple):
-    name: str
-    tile: MmaTile | None  # None: as planned
-    split: int | None
-    defines: tuple[tuple[str, int], ...] = ()
-
-
-def parsed(text: str) -> Variant:
-    """4.2.4.8.1 L AHEAD=1 ROUNDS_FIRST=0"""
-    words = [one.split("=") for one in text.split()]
-    pairs = tuple((name, int(value)) for name, value in (one for one in words if len(one) > 1))
-    tile, *split = [one[0] for one in words if len(one) == 1]
-    sizes = None if tile == "now" else MmaTile(*map(int, tile.split(".")), 1.0)  # type: ignore
-    return Variant(text, sizes, SPLITS[split[0]] if split else None, pairs)
-
-
 def cuts(
     matrix: tiles.Matrix, rows: int, device: gpu.Gpu, variants: list[str]
 ) -> Iterator[tuple[str, gemm_mma.Cut]]:
+    """What of the variants fits: `2.4.4.8.1 W`, `4.2.4.8.1 L waits`, `now`."""
     padded = gemm_mma.padded_rows(rows)
-    for variant in map(parsed, variants):
-        cut = gemm_mma.plan(matrix, padded, device, tile=variant.tile, split=variant.split)
-        if cut is None:
-            continue
-        if dict(variant.defines).get("HALVES"):
-            cut = in_halves(matrix, cut, device)
-        yield variant.name, replace(cut, extra=variant.defines)
-
-
-def in_halves(matrix: tiles.Matrix, cut: gemm_mma.Cut, device: gpu.Gpu) -> gemm_mma.Cut:
-    """Stages of 32 inputs, as many as fit."""
-    share = device.shared_memory_per_multiprocessor // cut.tile.ctas - gemm_mma.RESERVED
-    room = min(device.shared_most, share) - gemm_mma.DECLARED
-    stage = gemm_mma.stage_bytes(matrix, cut.tile, 1) // 2
-    stages = min(gemm_mma.MOST_STAGES, room // stage)
-    return replace(cut, stage_blocks=1, stages=stages, shared=stages * stage)
+    for variant in variants:
+        name, *words = variant.split()
+        sizes = () if name == "now" else tuple(map(int, name.split(".")))
+        tile = MmaTile(*sizes[:5], 1.0) if sizes else None
+        split = next((SPLITS[word] for word in words if word in SPLITS), None)
+        cut = gemm_mma.plan(matrix, padded, device, tile=tile, split=split)
+        if cut is not None:
+            yield variant, replace(cut, ahead=False) if "waits" in words else cut
 
 
 def run_trial(
@@ -121,7 +98,7 @@ def run_trial(
         if not (errors[label] < MOST_ERROR and out.isfinite().all()):
             print(f"WRONG by {errors[label]:.1e}: {name} {shape} {rows} {label}", flush=True)
         works[label] = replay.Work(functools.partial(multiply, copies, x, cut), count)
-    if options.compile or not options.time:
+    if options.compile:
         return []
     if rows > FEW:
         dense = tensor.dequantize(torch.bfloat16)
@@ -172,7 +149,6 @@ def pack_alone(weight: tiles.TiledWeight, x: torch.Tensor, cut: gemm_mma.Cut) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile and compare, time nothing")
-    parser.add_argument("--check", dest="time", action="store_false", help="the same")
     parser.add_argument("--formats", default="bf16,w8a8")
     parser.add_argument("--shapes", default="o,qkv,down,gate_up")
     parser.add_argument("--rows", default="2048,8192")

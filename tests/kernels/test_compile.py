@@ -273,6 +273,13 @@ CASES = [
         ("gemm_mma.cu", MMA | dict(FORMAT=kind, X_ROWS=1, FP16=kind % 2, SCALE_FP16=kind % 2))
         for kind in range(3)
     ),
+    *(
+        (
+            "gemm_mma.cu",
+            MMA | dict(FORMAT=kind, X_ROWS=int(kind == 0), PER_WARP=4, STAGES=3, AHEAD=1),
+        )
+        for kind in (0, 3)
+    ),
     *(("gemm_mma.cu", MMA | dict(FORMAT=kind, SPARSE=1, EPILOGUE=1)) for kind in (1, 3)),
     ("gemm_mma.cu", MMA | dict(FORMAT=1, EPILOGUE=2, SPLIT=0, EXPERTS=1)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind)) for kind in range(4)),

@@ -11,12 +11,12 @@
 // inputs are just what the tiles' order asks for; codes of 4 and 8 bits are brought into that order as they are taken apart
 // (NATURAL_ORDER), of other formats they come in the order 0, 2, 1, 3 and x is exchanged to suit.
 //
-// How the tiles are shared out (SPLIT): WHOLE, CTAs take them in turn; LINE, too few for whole ones, cut evenly (gemm.cu says how;
-// every CTA is resident). Copies of a CTA's next tile begin while it ends one. EXPERTS: as in gemm.cu.
+// How the tiles are shared out (SPLIT): WHOLE, CTAs take them in turn; LINE, the last round, or all where they are few, cut evenly (gemm.cu
+// says how; every CTA is resident). Copies of a CTA's next tile begin while it ends one. EXPERTS: as in gemm.cu.
 // Limit: the matrix units; shared memory where a warp has few tiles and tokens; the instructions of codes where it has few tokens.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, OUT_WARPS, TOKEN_WARPS, PER_WARP,
-// COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0), WORKING (0)
+// COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0), WORKING (0), AHEAD (0: multiply_ahead)
 #include "common.cuh"
 #include "linear.cuh"
 #include "words.cuh"
@@ -36,36 +36,25 @@
 #define SLICED 0
 #define CLUSTER 1
 #define UNITS_BY_PARTS 1
-#ifndef ROUNDS_FIRST
 #define ROUNDS_FIRST 1
-#endif
-#ifndef CROSSED
-#define CROSSED 1
-#endif
-#ifndef HALVES
-#define HALVES 0
-#endif
-#ifndef EARLY_ENDS
-#define EARLY_ENDS 0
-#endif
 #ifndef AHEAD
 #define AHEAD 0
 #endif
 #define NATURAL_ORDER (X_ROWS && GROUPED && FORMAT != BIT_PLANES)
 #define LATE_SCALE ((FORMAT == INT4 || FORMAT == INT8) && !SPARSE && GROUP % 128 == 0 && PER_WARP * COLUMNS <= 4)
 
-constexpr int INPUTS = HALVES ? 32 : 64, UNIT_BYTES = BLOCK_BYTES * INPUTS / 64;  // of a block
-constexpr int BLOCKS = (KDIM + 63) / 64 * (64 / INPUTS), TILES = (NDIM + 15) / 16;
+constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = OUT_WARPS * PER_WARP, M_TILES = (TILES + MT - 1) / MT, TOKENS = TOKEN_WARPS * COLUMNS * 8;
 constexpr int WARPS = OUT_WARPS * TOKEN_WARPS, THREADS = WARPS * 32;
+constexpr int SIDE = TOKENS == 128 ? 16 : 8;               // token tiles side by side: a round's are about as wide as high
 constexpr int STAGE_COUNT = BLOCKS / SB;                   // of a tile
-constexpr int WEIGHT_BYTES = MT * SB * UNIT_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * GROUP_BYTES;
-constexpr int X_ROW = SB * INPUTS * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW, X_AT = WEIGHT_BYTES + RECORD_BYTES;
+constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * GROUP_BYTES;
+constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW, X_AT = WEIGHT_BYTES + RECORD_BYTES;
 constexpr int STAGE_BYTES = X_AT + X_BYTES;
-constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE) / (1 + HALVES);  // matrix products a block of 64 inputs takes
-constexpr int CHUNKS = QUANTIZED || HALVES ? 1 : 2;                  // of a block: what a lane's four registers of x are of
+constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);  // matrix products a block of 64 inputs takes
+constexpr int CHUNKS = QUANTIZED ? 1 : 2;                  // of a block: what a lane's four registers of x are of
 constexpr int TOGETHER = STEPS / CHUNKS;                   // products of a chunk
 constexpr int WORDS = 4 + SPARSE;                          // of a lane: codes, and which inputs they are
 constexpr int WIDTH = GATE_UP ? NDIM / 2 : NDIM;
@@ -100,7 +89,7 @@ struct Source {
   const u8* x;
   int rows, x_tiles;
 };
-constexpr int WEIGHT_PIECES = SB * UNIT_BYTES / 16, RECORD_PIECES = STAGE_GROUPS * GROUP_BYTES / 16;  // of 16 bytes, of a tile
+constexpr int WEIGHT_PIECES = SB * BLOCK_BYTES / 16, RECORD_PIECES = STAGE_GROUPS * GROUP_BYTES / 16;  // of 16 bytes, of a tile
 constexpr bool RECORDS_COUNT = GROUPED && !RAGGED && SB * 64 % GROUP == 0;  // each stage has groups of its own
 
 // COUNT pieces of 16 bytes, PIECES of them from each tile; tiles lie STRIDE bytes apart. Where they come out even each thread has one
@@ -129,24 +118,23 @@ template <int COUNT, int PIECES, int STRIDE> struct Tiles {
   }
 };
 // x as rows: a warp's copy is of 4 tokens × 64 inputs, whole lines of memory, to the places that load_x takes them from.
-constexpr int ABREAST = HALVES ? SB : 2 * SB;  // copies of 8 tokens
+constexpr int ABREAST = 2 * SB;  // copies of 8 tokens
 constexpr int X_COPIES = TOKENS / 8 * ABREAST;
 constexpr bool X_EVEN = X_COPIES % WARPS == 0 && WARPS % ABREAST == 0 && KDIM % 64 == 0;
-// Of odd chunks neighbouring tokens change places, so that a line of memory goes to as many banks as it is long.
+// AHEAD: of odd chunks neighbouring tokens change places, so that a line of memory goes to as many banks as it is long.
 DEVICE u32 place_of(int i, int lane) {
-  if (HALVES) return i * 512 + lane * 16;
   const int odd = lane / 4 % 2;
-  return (i / (2 * SB) * SB + i / 2 % SB) * 1024 + odd * 512 + ((i % 2 * 4 + lane / 8) ^ odd * CROSSED) * 64 + lane % 4 * 16;
+  return (i / ABREAST * SB + i / 2 % SB) * 1024 + odd * 512 + ((i % 2 * 4 + lane / 8) ^ odd * AHEAD) * 64 + lane % 4 * 16;
 }
-DEVICE int row_of(int i, int lane) { return HALVES ? i / SB * 8 + lane / 4 : i / (2 * SB) * 8 + i % 2 * 4 + lane / 8; }
-DEVICE int input_of(int i, int lane) { return HALVES ? i % SB * 32 + lane % 4 * 8 : i / 2 % SB * 64 + lane % 8 * 8; }
+DEVICE int row_of(int i, int lane) { return i / ABREAST * 8 + i % 2 * 4 + lane / 8; }
+DEVICE int input_of(int i, int lane) { return i / 2 % SB * 64 + lane % 8 * 8; }
 
 // Which stage is copied next: runs through the same segments as the products, ahead of them. Addresses are counted up.
 struct Ahead {
   Segment s = {};
   int unit, stage = 0, n_tiles;
   const int* expert_of;
-  Tiles<MT * WEIGHT_PIECES, WEIGHT_PIECES, BLOCKS * UNIT_BYTES> weights;
+  Tiles<MT * WEIGHT_PIECES, WEIGHT_PIECES, BLOCKS * BLOCK_BYTES> weights;
   Tiles<MT * (GROUPED ? RECORD_PIECES : 1), GROUPED ? RECORD_PIECES : 1, GROUPS * GROUP_BYTES> records;
   const u16* x;
   DEVICE Ahead(int tiles, const int* experts) : unit(first_unit(tiles)), n_tiles(tiles), expert_of(experts) {}
@@ -154,17 +142,17 @@ struct Ahead {
   DEVICE void begin_records(const Source& a) { records.begin((const u8*)a.records + first_group(stage) * GROUP_BYTES, first()); }
   template <bool WEIGHTS, bool X> DEVICE void begin(const Source& a) {
     stage = s.begin;
-    if (WEIGHTS) weights.begin(a.weights + (size_t)stage * (SB * UNIT_BYTES), first());
+    if (WEIGHTS) weights.begin(a.weights + (size_t)stage * (SB * BLOCK_BYTES), first());
     if (WEIGHTS && GROUPED) begin_records(a);
     if (X && X_ROWS && X_EVEN) {
       const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-      x = (const u16*)a.x + (size_t)(s.n * TOKENS + row_of(warp, lane)) * KDIM + stage * SB * INPUTS + input_of(warp, lane);
+      x = (const u16*)a.x + (size_t)(s.n * TOKENS + row_of(warp, lane)) * KDIM + stage * SB * 64 + input_of(warp, lane);
     }
   }
   DEVICE void fetch_weights(u32 to, const Source& a) {
     const int last = s.expert * TILES + TILES - 1;
     weights.copy(to, first(), last);
-    weights.mine += SB * UNIT_BYTES;
+    weights.mine += SB * BLOCK_BYTES;
     if constexpr (GROUPED) {
       if (!RECORDS_COUNT) begin_records(a);
       records.copy(to + WEIGHT_BYTES, first(), last);
@@ -179,15 +167,15 @@ struct Ahead {
 #pragma unroll
       for (int i = 0; i < X_COPIES; i += WARPS) copy16(to + place_of(warp, lane) + i / ABREAST * (8 * X_ROW), x + (size_t)(i / ABREAST * 8) * KDIM);
     } else {
-      const u16* from = (const u16*)a.x + stage * SB * INPUTS;
+      const u16* from = (const u16*)a.x + stage * SB * 64;
 #pragma unroll
       for (int i = warp; i < X_COPIES; i += WARPS) {
         const int row = s.n * TOKENS + row_of(i, lane), input = input_of(i, lane);
-        const bool exists = row < a.rows && (KDIM % 64 == 0 || stage * SB * INPUTS + input < KDIM);
+        const bool exists = row < a.rows && (KDIM % 64 == 0 || stage * SB * 64 + input < KDIM);
         copy16_or_zeros(to + place_of(i, lane), exists ? from + (size_t)row * KDIM + input : from, exists);
       }
     }
-    if (X_EVEN) x += SB * INPUTS;
+    if (X_EVEN) x += SB * 64;
 #else
     const u8* from = a.x + ((size_t)stage * a.x_tiles + s.n) * X_BYTES;
 #pragma unroll
@@ -225,8 +213,8 @@ struct Ahead {
   }
   DEVICE void end_stage(const Source& a) {
     if (in_parts) {
-      weights.mine += SB * UNIT_BYTES;
-      if (X_ROWS) x += SB * INPUTS;
+      weights.mine += SB * BLOCK_BYTES;
+      if (X_ROWS) x += SB * 64;
     }
     if (!X_ROWS) packed += (size_t)a.x_tiles * X_BYTES;
     stage++;
@@ -261,7 +249,7 @@ struct Ahead {
 // Four registers of x, of a token and a chunk, which is an odd one or not.
 DEVICE uint4 load_x(const u8* chunk, int odd, int lane) {
 #if X_ROWS
-  const uint4 w = ((const uint4*)chunk)[lane ^ 4 * odd * CROSSED];
+  const uint4 w = ((const uint4*)chunk)[lane ^ 4 * odd * AHEAD];
   if (NATURAL_ORDER || (!GROUPED && FORMAT != FP8_WIDE)) return w;
   return make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x5410),
                     __byte_perm(w.z, w.w, 0x7632));
@@ -308,7 +296,7 @@ DEVICE void multiply_chunks(Sums& sums, const u8* slot, const u8* x, int stage, 
     else if (i + 1 < RUN) load_columns(columns[(i + 1) % SETS], x, begin + i + 1, lane);
 #pragma unroll
     for (int m = 0; m < PER_WARP; m++) {
-      const Block here(slot + (first + m) * SB * UNIT_BYTES, records_of(slot, first + m), stage, block, lane);
+      const Block here(slot + (first + m) * SB * BLOCK_BYTES, records_of(slot, first + m), stage, block, lane);
 #pragma unroll
       for (int j = 0; j < TOGETHER; j++) {
         u32 a[WORDS];
@@ -343,25 +331,26 @@ DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, i
 // has: weights of the next tile, and x of the next chunk, a column as soon as the last tile is done with it; of the next stage, too. So
 // the barrier between stages stands before the products of the last two tiles, when the last weights of a stage are taken, and the matrix
 // units have work meanwhile.
-static_assert(!GROUPED && !SPARSE && FORMAT != FP8_WIDE && FORMAT != FP8 && SB * CHUNKS * PER_WARP % 2 == 0 && SB * CHUNKS * PER_WARP > 2,
-              "codes as they lie, and a stage that is fetched before its barrier");
+static_assert((FORMAT == PLAIN || FORMAT == W8A8) && !SPARSE, "codes as they lie");
+static_assert(SB * CHUNKS * PER_WARP % 2 == 0 && SB * CHUNKS * PER_WARP > 2, "a stage is fetched before its barrier");
 struct Fragments {
   uint4 x[COLUMNS], weights[2][TOGETHER];
 };
 DEVICE void load_weights(uint4 (&w)[TOGETHER], const u8* tiles, int i, int m, int lane) {
-  const u8* block = tiles + (m * SB + i / CHUNKS) * UNIT_BYTES;
+  const u8* block = tiles + (m * SB + i / CHUNKS) * BLOCK_BYTES;
 #pragma unroll
   for (int j = 0; j < TOGETHER; j++) w[j] = ((const uint4*)block)[32 * (i % CHUNKS * TOGETHER + j) + lane];
 }
 struct Stage {  // of a warp
   const u8 *weights, *x;
-  DEVICE Stage(const u8* slot, int first, int column) : weights(slot + first * SB * UNIT_BYTES), x(slot + X_AT + column * 8 * X_ROW) {}
+  DEVICE Stage(const u8* slot, int first, int column) : weights(slot + first * SB * BLOCK_BYTES), x(slot + X_AT + column * 8 * X_ROW) {}
 };
 DEVICE void multiply_one(Sums& sums, uint4 w, uint4 x, int m, int n, int j) {
   const u32 a[WORDS] = {w.x, w.y, w.z, w.w};
   product(four(sums, m, n), a, x, j);
 }
-template <class FETCH, class NEXT> DEVICE void multiply_ahead(Sums& sums, Fragments& f, Stage here, Stage next, int lane, FETCH fetch, NEXT next_stage) {
+template <class FETCH, class NEXT>
+DEVICE void multiply_ahead(Sums& sums, Fragments& f, Stage here, Stage next, int lane, FETCH fetch, NEXT next_stage) {
   constexpr int COUNT = SB * CHUNKS * PER_WARP;
 #pragma unroll
   for (int k = 0; k < COUNT; k++) {
@@ -513,19 +502,11 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
       continue;
     }
     if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(sums, mail, (unit - 1) / STAGE_COUNT, n_tiles);
-    auto ends_of = [&](int m) { return Ends<COLUMNS>(s, first_column, channel_scale, row_scale, bias, residual, rows, first_tile + m, lane); };
-#if EARLY_ENDS
-    Ends<COLUMNS> next = ends_of(0);
 #pragma unroll
-    for (int m = 0; m < PER_WARP; m++) {  // asked for before the tile in front is written, which they could not pass
-      const Ends<COLUMNS> ends = next;
-      if (m + 1 < PER_WARP) next = ends_of(m + 1);
+    for (int m = 0; m < PER_WARP; m++) {
+      const Ends<COLUMNS> ends(s, first_column, channel_scale, row_scale, bias, residual, rows, first_tile + m, lane);
       write_tile<COLUMNS>(sums[m], ends, s, first_column, Y, rows, groups, first_tile + m, lane);
     }
-#else
-#pragma unroll
-    for (int m = 0; m < PER_WARP; m++) write_tile<COLUMNS>(sums[m], ends_of(m), s, first_column, Y, rows, groups, first_tile + m, lane);
-#endif
   }
   end_launch(THREADS);
 }

@@ -16,23 +16,22 @@ DEVICE int unit_begin(u32 cta, u32 units) { return cta * (units / working()) + c
 #else
 DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / working()); }
 #endif
-// The unit from which on work is shared out evenly. While there are two rounds of whole tiles and more, every CTA has one of each round:
-// CTAs then are at neighbouring tiles at the same time, which read the same weights and the same x from L2. Parts of a long line
-// lie far from each other, and so all of them come from memory again and again.
-#ifndef SIDE
-#define SIDE 8
-#endif
+// The unit from which on work is shared out evenly. ROUNDS_FIRST: while two rounds of whole tiles and more are left, every CTA has one of each
+// round, so that all are at neighbouring tiles at the same time, which read the same weights and the same x from L2. Parts of a long
+// line lie far from each other, and each reads its own from memory.
 #ifndef ROUNDS_FIRST
 #define ROUNDS_FIRST 0
 #endif
+#if !ROUNDS_FIRST
+constexpr int SIDE = 8;  // token tiles side by side, for L2
+#endif
 DEVICE int line_begin(int n_tiles) {
   const int rounds = M_TILES * n_tiles / (int)working();
-  return ROUNDS_FIRST && rounds >= (ROUNDS_FIRST == 1 ? 2 : 1) ? (rounds - (ROUNDS_FIRST == 1)) * (int)working() * STAGE_COUNT : 0;
+  return ROUNDS_FIRST && rounds > 1 ? (rounds - 1) * (int)working() * STAGE_COUNT : 0;
 }
 DEVICE Segment place(int tile, int n_tiles) {
-  constexpr int side = SIDE;  // token tiles side by side, for L2
-  const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);
-  return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
+  const int group = tile / (SIDE * M_TILES), inside = tile % (SIDE * M_TILES), width = min(SIDE, n_tiles - group * SIDE);
+  return {inside / width, group * SIDE + inside % width, 0, STAGE_COUNT};
 }
 // The i-th segment of this CTA; `units` counts on through them. False after the last.
 DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_of) {

@@ -48,7 +48,6 @@ class Cut:
     microseconds: float = 0.0
     working: int = 0  # thread blocks that share the line; 0: all
     ahead: bool = False  # warps load what they multiply next before the barrier between stages
-    extra: tuple[tuple[str, int], ...] = ()  # defines of a trial
 
     def grid(self, processors: int) -> int:
         return processors * self.tile.blocks
@@ -173,11 +172,25 @@ def estimate(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> float:
     tiles = math.ceil(matrix.out_features / tile.outputs) * math.ceil(rows / tile.tokens)
     rate = numbers.rates[matrix.format.name] * tile.speed / tile.blocks
     one = tile.outputs * tile.tokens * matrix.in_features / rate
-    rounds = tiles / slots if cut.split == LINE else math.ceil(tiles / slots)
+    rounds = (
+        _shared_rounds(tile, tiles / slots, numbers)
+        if cut.split == LINE
+        else math.ceil(tiles / slots)
+    )
     read = matrix.tiles * matrix.blocks * matrix.format.block_bytes / numbers.bandwidth
     early = numbers.beside_us if tile.beside and dependent_launch.enabled else 0.0
     worked = max(rounds * one + numbers.tile_us * math.ceil(rounds), read)
     return worked + (_handed_over(tile, slots / tiles, numbers) if cut.split == LINE else 0) - early
+
+
+def _shared_rounds(tile: MmaTile, rounds: float, numbers: MmaNumbers) -> float:
+    """As many whole rounds as a line takes. Its thread blocks are at inputs far from each other,
+    which come from memory; with many tokens and an SM to each nobody fills its waits.
+    """
+    if tile.blocks > 1 or tile.tokens <= FEW_TOKENS:
+        return rounds
+    whole = max(0, int(rounds) - 1)
+    return whole + numbers.line_slower * (rounds - whole)
 
 
 def _handed_over(tile: MmaTile, others: float, numbers: MmaNumbers) -> float:
@@ -274,7 +287,6 @@ def _product_kernel(weight: TiledWeight, cut: Cut, ends: Ends) -> jit.Kernel:
         "EXPERTS": int(ends.experts),
         **({"WORKING": cut.working} if cut.working else {}),
         **({"AHEAD": 1} if cut.ahead else {}),
-        **dict(cut.extra),
     }
     return jit.load("gemm_mma.cu", defines=defines).kernel("gemm_mma")
 

@@ -176,6 +176,7 @@ class MmaNumbers:
     rates: dict[str, float]
     bandwidth: float  # bytes of weights in a microsecond
     line_us: float  # handing sums over, and each trip to memory for them
+    line_slower: float  # than whole tiles, where these are large
     trip_us: float
     beside_us: float  # gained by beginning while the kernel before runs
     tile_us: float
