@@ -2,6 +2,7 @@
 never asserted."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,21 @@ def test_a_wrong_result_is_a_failed_row_and_exit_code_1(arguments, tmp_path, cap
         and "wrong result" in row["reason"]
     )
     assert kernels.judged(float("nan"), 1.0)["status"] == "failed"
+
+
+@pytest.mark.parametrize(("name", "rounds_inputs"), [("sm_80", False), ("sm_90a", True)])
+def test_a_gpu_without_float8_may_be_off_by_what_it_does_not_round(
+    monkeypatch, name, rounds_inputs
+):
+    monkeypatch.setattr(gpu, "of", lambda device: gpu.by_name(name))
+    case = Case("fp8", rows=1, in_features=64, out_features=64, dtype=torch.bfloat16)
+    tensor = FORMATS["fp8"](case, (64, 64), CPU)
+    x = SimpleNamespace(is_cuda=True, device=CPU, dtype=torch.bfloat16)
+    kernel = kernels.Candidate("gemv", lambda x: x, 0, lambda: lambda x: x)
+    error_of_16_bit_inputs = float(
+        (tensor.quantize_input(rows := torch.randn(64, 64)) - rows).norm() / rows.norm()
+    )
+    assert (error_of_16_bit_inputs > kernels.bound_of(kernel, tensor, x)) == rounds_inputs
 
 
 def test_p10_and_p90_need_ten_samples():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from test_kernels_on_the_host import error, host, linear_of, make  # noqa: F401 (fixtures)
 
+from flyweight import gpu
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.untile import recode
 
@@ -55,6 +56,13 @@ def test_many_rows_are_multiplied_in_8_bits_and_few_as_before(kind):
         "the codes are the same, written once"
     )
     assert torch.equal(linear.multiply(few), before.multiply(few))
+
+
+def test_a_gpu_without_hoppers_kernels_takes_none(monkeypatch):
+    linear = linear_of(make("int4:64", (136, 320), 1))
+    monkeypatch.setattr(gpu, "of", lambda device: gpu.by_name("sm_80"))
+    assert not linear.narrow_prompts("int8")
+    assert linear.prompts is None and linear.prompt_bytes == 0
 
 
 def test_weights_of_other_bits_stay_as_they_are():

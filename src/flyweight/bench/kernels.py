@@ -46,7 +46,7 @@ from flyweight.tensors import (
     Sparse24,
     VectorQuant,
 )
-from flyweight.tensors.rounding import BY_GROUP, product_bound
+from flyweight.tensors.rounding import BY_GROUP, input_rounding, product_bound
 
 SLICE = 4096  # outputs multiplied in float64 at a time
 CALLS = 50  # for the host's time of one
@@ -167,7 +167,7 @@ def measure_case(
                     "why": one.why,
                     "host_us": host_us(one.run, x),
                 }
-                | judged(errors[one.name], bound_of(one, tensor, case.dtype))
+                | judged(errors[one.name], bound_of(one, tensor, x))
                 | figures(
                     times[one.name],
                     hot=times[f"{one.name}, hot"],
@@ -339,9 +339,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def bound_of(one: Candidate, tensor: QuantTensor, dtype: torch.dtype) -> float:
-    rounds = one.name == dispatch.NATIVE and isinstance(tensor, IntGroup)
-    return product_bound(tensor.kind, dtype, own_inputs=BY_GROUP if rounds else 0.0)
+def bound_of(one: Candidate, tensor: QuantTensor, x: Tensor) -> float:
+    """`own_inputs`: where only one of kernel and reference rounds activations to 8 bits. A kernel
+    for the CPU does so to weights that do not ask for it; a GPU without float8 does not, though
+    they do.
+    """
+    own_inputs = 0.0
+    if one.name == dispatch.NATIVE and isinstance(tensor, IntGroup):
+        own_inputs = BY_GROUP
+    elif x.is_cuda and isinstance(tensor, Float8) and not gpu.of(x.device).has_float8:
+        own_inputs = input_rounding(tensor.kind)
+    return product_bound(tensor.kind, x.dtype, own_inputs=own_inputs)
 
 
 def judged(error: float, bound: float) -> Row:

@@ -168,8 +168,8 @@ class Decoder:
                 linear.fused.keep_prompts()
         if not any(taken):
             raise OptionError(
-                f"prompt_dtype {kind} is for models with 4-bit weights, and this one has none that "
-                f"a kernel here could multiply so: leave it out"
+                f"prompt_dtype {kind} is for models with 4-bit weights, on a CPU or a Hopper GPU "
+                f"(H100, H200), and nothing here could be multiplied so: leave it out"
             )
 
     @property
