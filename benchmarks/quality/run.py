@@ -98,6 +98,7 @@ class Setting:
     keep: bool
     recipes: tuple[tuple[str, str], ...] = ()  # name → file, for schemes that are none of ours
     products: str = "float32"  # of the evaluation
+    measurers: int = 1  # workers that may measure at the same time
 
 
 # -- in a worker -----------------------------------------------------------------------------------
@@ -117,15 +118,16 @@ class Worker:
         self.checkpoint = Checkpoint(Path(setting.model))
 
     def measured(self, folder: Path | None) -> list[dict[str, Any]]:
-        """Facts of `folder`, or of the original, on each text. One worker at a time: the logits of
-        several would fill a GPU, and not be ready sooner. The original stays loaded: to load it
-        takes longer than to judge a small model.
+        """Facts of `folder`, or of the original, on each text. Few workers at a time: the logits of
+        many would fill a GPU. The original stays loaded: to load it takes longer than to judge a
+        small model.
         """
         import measure
         from filelock import FileLock
 
         setting = self.setting
-        with FileLock(Path(setting.work) / "measuring.lock"):
+        lane = os.getpid() % setting.measurers
+        with FileLock(Path(setting.work) / f"measuring-{lane}.lock"):
             if not self.rulers:
                 original = measure.Original(
                     Path(setting.model), device=setting.device, products=setting.products
@@ -587,6 +589,9 @@ def parse() -> argparse.Namespace:
         "--jobs", type=int, default=1, help="worker processes; 0: one after the other in this one"
     )
     parser.add_argument(
+        "--measurers", type=int, default=1, help="workers that may measure at the same time"
+    )
+    parser.add_argument(
         "--minutes", type=float, default=10000, help="stop after so many; run again to go on"
     )
     parser.add_argument("--windows", type=int, help="only the first so many windows of the text")
@@ -632,6 +637,7 @@ def main() -> None:
         options.keep,
         tuple((path.stem, str(path.absolute())) for path in options.recipes),
         "tf32" if options.tf32 else "float32",
+        options.measurers,
     )
     finished = finished_jobs(
         table.read(options.out), name, [Path(text).name for text in options.text]

@@ -292,7 +292,7 @@ def test_jobs_are_done_by_a_worker_or_in_this_process_and_only_once(tmp_path, mo
     text.write_text("one two three four five six seven " * 200)
     out = tmp_path / "rows.jsonl"
     options = f"--model {source} --text {text} --calibration {text} --out {out} --device cpu"
-    few = "--seeds 0 --samples 2 --length 32 --windows 1"
+    few = "--seeds 0 --samples 2 --length 32 --windows 1 --measurers 2"
     for more in ("--jobs 1 --schemes rtn-int8", "--jobs 0 --schemes rtn-int8 rtn-int4"):
         monkeypatch.setattr(sys, "argv", ["run.py", *options.split(), *few.split(), *more.split()])
         run.main()
