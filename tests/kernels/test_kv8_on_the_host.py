@@ -22,7 +22,7 @@ from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kv_format import FP8, INT8
-from flyweight.tensors import IntGroup
+from flyweight.tensors import IntBlock, IntGroup
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 CPU = torch.device("cpu")
@@ -200,12 +200,17 @@ def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     compare_with_apart(format, changes, lengths, before)
 
 
-def compare_with_apart(format, changes, lengths, before, inputs=128, exact=True, beside=False):
+def compare_with_apart(
+    format, changes, lengths, before, inputs=128, exact=True, beside=False, tensor=None
+):
     shape = replace(SHAPE, eight_bits=format is not None, **changes)
     head_dim = shape.head_dim
     torch.manual_seed(0)
     rows = len(lengths)
-    tensor = IntGroup.random((shape.width, inputs), 1, dtype=torch.bfloat16, bits=4, group_size=128)
+    if tensor is None:
+        tensor = IntGroup.random(
+            (shape.width, inputs), 1, dtype=torch.bfloat16, bits=4, group_size=128
+        )
     linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
     assert qkv.unsupported_reason(linear, shape, rows, host_cuda.HOST) is None
     tables = torch.randperm(rows * 6).view(rows, 6).int()
@@ -274,6 +279,17 @@ def test_rows_of_a_sequence_together_are_as_both_apart(
     loaded = note_kernels(monkeypatch)
     compare_with_apart(format, changes, lengths, before)
     assert loaded[-1]["TOGETHER"] == 1
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_small_groups_of_several_rows(rows, monkeypatch):
+    """Codes of a GGUF file, as 16-bit floats."""
+    loaded = note_kernels(monkeypatch)
+    shape = replace(SHAPE, **SMALL)
+    tensor = IntBlock.random((shape.width, 576), 1, bits=4)
+    lengths = [*range(33, 33 + rows)]
+    compare_with_apart(None, SMALL, lengths, [*range(rows)], inputs=576, tensor=tensor)
+    assert loaded[-1]["AS_HALVES"] == 1
 
 
 @pytest.mark.parametrize("together", [False, True])
