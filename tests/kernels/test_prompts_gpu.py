@@ -60,6 +60,7 @@ def test_an_evaluation_multiplies_the_same_codes_through_torch(kind):
     assert error(exact(many), product(tensor, many, kind)) < 5e-3
 
 
+@pytest.mark.hopper
 def test_gate_and_up_are_multiplied_in_8_bits():
     tensor = make("int4:128", (8192, 4096), 1, torch.bfloat16)
     linear = linear_of(tensor, activation="silu")

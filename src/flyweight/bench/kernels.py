@@ -46,7 +46,7 @@ from flyweight.tensors import (
     Sparse24,
     VectorQuant,
 )
-from flyweight.tensors.rounding import BY_GROUP, product_bound
+from flyweight.tensors.rounding import BY_GROUP, input_rounding, product_bound
 
 SLICE = 4096  # outputs multiplied in float64 at a time
 CALLS = 50  # for the host's time of one
@@ -340,8 +340,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def bound_of(one: Candidate, tensor: QuantTensor, dtype: torch.dtype) -> float:
-    rounds = one.name == dispatch.NATIVE and isinstance(tensor, IntGroup)
-    return product_bound(tensor.kind, dtype, own_inputs=BY_GROUP if rounds else 0.0)
+    """Where no matrix unit takes float8 our kernels leave x in 16 bits, which float64 rounds."""
+    own = 0.0
+    if one.name == dispatch.NATIVE and isinstance(tensor, IntGroup):
+        own = BY_GROUP
+    elif isinstance(tensor, Float8) and tensor.weight.is_cuda and not gpu.of(0).has_float8:
+        own = input_rounding(tensor.kind)
+    return product_bound(tensor.kind, dtype, own_inputs=own)
 
 
 def judged(error: float, bound: float) -> Row:

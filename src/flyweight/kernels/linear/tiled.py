@@ -88,7 +88,7 @@ class TiledLinear(FusedLinear):
         weight = self.weight
         form = format.named(prompts.FORMATS[kind])
         device = gpu.of(weight.weights.device)
-        unfit = form.needs_float8 and not device.has_float8
+        unfit = not device.has_warpgroups or (form.needs_float8 and not device.has_float8)
         if "recode" not in weight.format.kernels or unfit:
             return False
         largest = untile(weight).abs().amax(1)
