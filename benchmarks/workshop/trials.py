@@ -62,7 +62,7 @@ from flyweight.machine import copy_bandwidth
 LINEAR = ("choose", "gemm", "gemm_shape", "gemm_small", "gemv", "gemv_cluster", "gemv_splitk")
 MODULES = {name: f"linear.{name}" for name in LINEAR} | {
     "rows": "vptq.rows",
-    "gather": "vptq.gather",
+    "gather": "vptq.gather_plan",
     "linear": "vptq.linear",
     "qkv": "attention.qkv",
     "dependent_launch": "dependent_launch",

@@ -30,9 +30,9 @@ from flyweight.bench.kernels import FORMATS, Case, copied, reference, relative_e
 from flyweight.bench.shapes import BOOKS
 from flyweight.kernels import dependent_launch, dispatch, jit, precompile
 from flyweight.kernels.dry_run import DEVICE, dry_run
-from flyweight.kernels.vptq import gather
+from flyweight.kernels.vptq import gather_plan
 from flyweight.kernels.vptq import linear as vptq
-from flyweight.kernels.vptq.gather import Launch
+from flyweight.kernels.vptq.gather_plan import Launch
 from flyweight.kernels.vptq.linear import VptqLinear
 
 MOST_ERROR = 6e-3
@@ -90,22 +90,22 @@ def launches(linear: VptqLinear, device: gpu.Gpu) -> Iterator[tuple[str, Launch 
     """What fits; None: the one that is chosen."""
     yield "now", None
     for name, launch in LAUNCHES.items():
-        if launch.kernel == "direct" and not gather.takes_direct(linear.parts, device):
+        if launch.kernel == "direct" and not gather_plan.takes_direct(linear.parts, device):
             continue
         if launch.kernel == "direct" and launch.warps > linear.layout.chunks:
             continue
-        if gather.choose(linear.parts, 1, device, launch) is not None:
+        if gather_plan.choose(linear.parts, 1, device, launch) is not None:
             yield name, launch
 
 
 def before(case: Case, tensor: Any, device: gpu.Gpu) -> tuple[VptqLinear, Launch | None]:
     """Ordered by main entries alone, and the launch that is chosen where none overlap."""
     ops = dispatch.decoder_ops(tensor.device)
-    with mock.patch.object(gather, "residual_copies", lambda *_, **__: 8):
+    with mock.patch.object(gather_plan, "residual_copies", lambda *_, **__: 8):
         linear = vptq.prepare(tensor, dtype=case.dtype, ops=ops)
     assert isinstance(linear, VptqLinear)
     with mock.patch.object(dependent_launch, "enabled", new=False):
-        chosen = gather.choose(linear.parts, 1, device)
+        chosen = gather_plan.choose(linear.parts, 1, device)
     return linear, chosen and chosen.launch
 
 

@@ -13,7 +13,7 @@ from test_vptq_on_the_host import host, reference  # noqa: F401 (a fixture)
 from flyweight import gpu
 from flyweight.kernels import reference as ops
 from flyweight.kernels.linear.fused import Norm
-from flyweight.kernels.vptq import decode, gather
+from flyweight.kernels.vptq import decode, gather_plan
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.kernels.vptq.choose_layout import takes_byte_books
 from flyweight.kernels.vptq.parts import Ends
@@ -89,7 +89,7 @@ def test_one_row_two_rows_and_many_multiply_the_same_weight(case):
 def test_small_multiprocessors_hold_fewer_copies_of_the_residual_book():
     books = dict(main=8192, residual=256)
     large, small = (
-        gather.choose(make((1024, 4096), **books)[1].parts, 1, gpu.GPUS[name], plain=False)
+        gather_plan.choose(make((1024, 4096), **books)[1].parts, 1, gpu.GPUS[name], plain=False)
         for name in ("sm_90a", "sm_89")  # 227 and 99 KB
     )
     assert (
@@ -131,9 +131,9 @@ def test_every_launch_and_the_other_kernels_read_items_of_this_kind(monkeypatch)
     tensors, weight = make((136, 512), **BOOKS)
     x = torch.randn(1, 512).bfloat16()
     launches = [
-        gather.Launch("bytes", warps=8, copies=2),
-        gather.Launch("staged"),
-        gather.Launch("direct", warps=2),
+        gather_plan.Launch("bytes", warps=8, copies=2),
+        gather_plan.Launch("staged"),
+        gather_plan.Launch("direct", warps=2),
     ]
     for launch in launches:
         out = torch.full((1, 136), float("nan")).bfloat16()

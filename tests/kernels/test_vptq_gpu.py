@@ -10,9 +10,9 @@ import torch
 from flyweight import gpu
 from flyweight.kernels import dispatch, reference
 from flyweight.kernels.linear.fused import Norm
-from flyweight.kernels.vptq import gather, staged
+from flyweight.kernels.vptq import gather_plan, staged
 from flyweight.kernels.vptq import linear as vptq
-from flyweight.kernels.vptq.gather import Launch
+from flyweight.kernels.vptq.gather_plan import Launch
 from flyweight.kernels.vptq.parts import Ends
 from flyweight.tensors import VectorQuant
 
@@ -159,7 +159,7 @@ def test_every_launch_gives_the_same_weight(main, residual, doubled):
     )
     weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, doubled=doubled)
     for launch in LAUNCHES if residual == 256 else LAUNCHES[::3]:
-        if gather.choose(weight.parts, 1, gpu.of(tensor.device), launch):
+        if gather_plan.choose(weight.parts, 1, gpu.of(tensor.device), launch):
             assert relative_error(weight, tensor, 1, launch=launch) < 1e-2, launch
 
 
@@ -181,7 +181,7 @@ def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
         assert relative_error(weight, meant, rows) < (5e-3 if rows < 3 else 1e-2), f"{rows} rows"
     device = gpu.of(meant.device)
     shapes = [
-        *((copies, 16, 1) for copies in gather.BYTE_COPIES),
+        *((copies, 16, 1) for copies in gather_plan.BYTE_COPIES),
         (16, 8, 1),
         (16, 32, 1),
         (16, 16, 2),
@@ -189,7 +189,7 @@ def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
     ]
     for copies, warps, resident in shapes:
         launch = Launch("bytes", copies=copies, warps=warps, resident=resident)
-        if gather.choose(weight.parts, 1, device, launch):
+        if gather_plan.choose(weight.parts, 1, device, launch):
             assert relative_error(weight, meant, 1, launch=launch) < 5e-3, launch
 
 

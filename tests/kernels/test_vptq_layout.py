@@ -11,7 +11,7 @@ import torch
 
 from flyweight.gpu import GPUS
 from flyweight.kernels import compiler, reference
-from flyweight.kernels.vptq import gather, staged
+from flyweight.kernels.vptq import gather_plan, staged
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.kernels.vptq import rows as vptq_rows
 from flyweight.kernels.vptq.choose_layout import lay_out
@@ -242,7 +242,7 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
     )
     stream = layout.stream.new_empty(0).expand(132, columns // 256 + 1, 0)
     grown = dataclasses.replace(layout, stream=stream, in_features=columns)
-    plan = gather.choose((grown,), rows, H200)
+    plan = gather_plan.choose((grown,), rows, H200)
     assert plan is not None and plan.shared <= H200.shared_most
     if plan.launch.kernel == "staged":
         assert plan.x_columns >= 256 * min(plan.phase, grown.chunks)
@@ -262,18 +262,18 @@ def test_small_weights_leave_room_for_a_neighbour_where_older_gpus_overlap_launc
 ):
     a100, main, residual = GPUS["sm_80"], *books
     parts = (
-        gather.outline(
+        gather_plan.outline(
             VectorQuant.random((4096, 1024), main=main, residual=residual), doubled=False
         ),
     )
-    alone, hopper = gather.choose(parts, 1, a100), gather.choose(parts, 1, H200)
+    alone, hopper = gather_plan.choose(parts, 1, a100), gather_plan.choose(parts, 1, H200)
     assert alone.launch.resident == alone.launch.share == 1
-    monkeypatch.setattr(gather.dependent_launch, "enabled", True)
-    beside = gather.choose(parts, 1, a100)
+    monkeypatch.setattr(gather_plan.dependent_launch, "enabled", True)
+    beside = gather_plan.choose(parts, 1, a100)
     assert {name: getattr(beside.launch, name) for name in kind} == kind
     assert beside.shared <= a100.shared_memory_per_multiprocessor // beside.launch.resident - 1024
     assert sum(beside.ctas) <= a100.processors // beside.launch.share
-    assert gather.choose(parts, 1, H200) == hopper
+    assert gather_plan.choose(parts, 1, H200) == hopper
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_small_weights_leave_room_for_a_neighbour_where_older_gpus_overlap_launc
 def test_an_outline_is_like_the_layout(options, doubled):
     tensor = VectorQuant.random((88, 1100), **(dict(main=4096, residual=256) | options))
     made = lay_out(tensor, dtype=torch.bfloat16, doubled=doubled)
-    outline = gather.outline(tensor, doubled=doubled)
+    outline = gather_plan.outline(tensor, doubled=doubled)
     for name in (
         "form",
         "row_blocks",
@@ -299,10 +299,10 @@ def test_an_outline_is_like_the_layout(options, doubled):
 
 def test_lookups_of_residuals_are_ordered_where_few_copies_fit():
     tensor = VectorQuant.random((4096, 1024), main=8192, residual=512)
-    assert gather.residual_copies(tensor, H200, doubled=False) == 8
-    assert gather.residual_copies(tensor, GPUS["sm_80"], doubled=False) < 8
+    assert gather_plan.residual_copies(tensor, H200, doubled=False) == 8
+    assert gather_plan.residual_copies(tensor, GPUS["sm_80"], doubled=False) < 8
     assert (
-        gather.residual_copies(
+        gather_plan.residual_copies(
             VectorQuant.random((64, 512), residual=None), GPUS["sm_80"], doubled=False
         )
         == 8

@@ -282,13 +282,13 @@ def test_row_blocks_that_thread_blocks_share_add_up(outputs, options):
     tensors, weight = make((outputs, 6000), **options)
     x, residual = torch.randn(1, 6000).bfloat16(), torch.randn(1, outputs).bfloat16()
     want = reference(tensors, x) + residual.double()
-    launch = vptq.gather.Launch("staged", even=True)
+    launch = vptq.gather_plan.Launch("staged", even=True)
     for count, room in ((2, 0), (5, 0), (5, 3 << 10), (3, 6 << 10)):
-        small = vptq.gather.plan(
+        small = vptq.gather_plan.plan(
             weight.parts, launch, 1, count=count, limit=host_cuda.HOST.shared_most
         )
         limit = host_cuda.HOST.shared_most if not room else small.shared - room
-        chosen = vptq.gather.plan(weight.parts, launch, 1, count=count, limit=limit)
+        chosen = vptq.gather_plan.plan(weight.parts, launch, 1, count=count, limit=limit)
         assert (chosen.phase < weight.layout.chunks) == bool(room)
         for _ in range(2):  # thread blocks meet again
             out = torch.full_like(residual, float("nan"))

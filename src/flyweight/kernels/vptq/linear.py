@@ -31,7 +31,7 @@ from flyweight.kernels.linear.fused import (
     TorchLinear,
 )
 from flyweight.kernels.linear.tiles import ACTIVATIONS, Matrix, TiledWeight
-from flyweight.kernels.vptq import decode, gather, rows
+from flyweight.kernels.vptq import decode, gather, gather_plan, rows
 from flyweight.kernels.vptq.choose_layout import lay_out, unsupported_reason
 from flyweight.kernels.vptq.layout import Layout
 from flyweight.kernels.vptq.parts import Ends, Parts
@@ -101,14 +101,14 @@ class VptqLinear(FusedLinear):
     @functools.cached_property
     def gathers(self) -> bool:
         """Whether vptq.cu's tables fit into this device's shared memory."""
-        return gather.fits(self.parts, gpu.of(self.device))
+        return gather_plan.fits(self.parts, gpu.of(self.device))
 
     def gathered(self, count: int) -> bool:
         return count <= GATHERED_ROWS and self.gathers
 
     def direct(self, count: int) -> bool:
         """Whether rows are gathered one by one, since writing the weight out takes longer."""
-        fits = gather.takes_direct(self.parts, gpu.of(self.device))
+        fits = gather_plan.takes_direct(self.parts, gpu.of(self.device))
         return count <= DIRECT_ROWS and not self.gathers and fits
 
     def by_products(self, count: int) -> bool:
@@ -145,7 +145,7 @@ class VptqLinear(FusedLinear):
         x: Tensor,
         out: Tensor | None = None,
         *,
-        launch: gather.Launch | None = None,
+        launch: gather_plan.Launch | None = None,
         pdl: bool = True,
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
@@ -217,7 +217,7 @@ class VptqLinear(FusedLinear):
         out: Tensor | None,
         ends: Ends,
         *,
-        launch: gather.Launch | None = None,
+        launch: gather_plan.Launch | None = None,
         prefetch: KvPrefetch | None = None,
         pdl: bool = True,
     ) -> Tensor:
@@ -239,7 +239,7 @@ class VptqLinear(FusedLinear):
         return workspace.current(self.device).counter("vptq arrived", workspace.MOST_PROCESSORS)
 
     def _one_by_one(
-        self, x: Tensor, out: Tensor, ends: Ends, launch: gather.Launch | None, pdl: bool
+        self, x: Tensor, out: Tensor, ends: Ends, launch: gather_plan.Launch | None, pdl: bool
     ) -> None:
         """What comes before, the product, what comes after."""
         x = x if ends.gated is None else self.ops.gate(x, ends.gated)
@@ -283,9 +283,9 @@ def prepare(
             nbytes=weight.nbytes,
         )
     if doubled is None:
-        doubled = gather.worth_doubling(tensor)
+        doubled = gather_plan.worth_doubling(tensor)
     copies = (
-        gather.residual_copies(tensor, gpu.of(tensor.device), doubled=doubled)
+        gather_plan.residual_copies(tensor, gpu.of(tensor.device), doubled=doubled)
         if tensor.device.type == "cuda"
         else 8
     )
