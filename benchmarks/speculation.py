@@ -13,13 +13,14 @@ Kinds of prompts:
     chat      the first turn of each tenth question of --chat (JSON lines with `turns`): those that
               train_head.py never trains on
     plain     the beginning of a passage of --text, to be continued: nothing to copy
+    novel     the same, drawn at a temperature so high that nothing is ever said twice
 
 A row for each kind and drafter: tokens a second after the first token (median over prompts; `each`:
 of every prompt), the ratio to no speculation in the same run, tokens a step, the share of right
 guesses, where the time of steps with guesses goes (`host_us`, `step_us`, medians), and how many
-answers are the same token by token. Greedy. Of each other answer `parted` says where it begins to
-differ, how far apart the model's two best logits are there (in a pass over the text up to there),
-and whether the two answers go on with these two.
+answers are the same token by token. Greedy, but for `novel`, whose seeds are the same. Of each
+other answer `parted` says where it begins to differ, how far apart the model's two best logits are
+there (in a pass over the text up to there), and whether the two answers go on with these two.
 
 With `--memory` there is a row for each drafter instead, of the memory that it takes on a GPU: all
 of it, its weights, and what is beside them. Every engine runs in a process of its own.
@@ -46,7 +47,7 @@ from flyweight.bench.environment import commit
 from flyweight.engine.flight import Flight
 from flyweight.engine.llm import LLM
 from flyweight.engine.prompts import Prompt
-from flyweight.engine.request import Output
+from flyweight.engine.request import Output, SamplingParams
 from flyweight.engine.speculation.head import HeadDrafter
 from flyweight.engine.speculation.lookup import LookupFirst
 from flyweight.engine.speculation.model import ModelDrafter
@@ -56,6 +57,8 @@ from flyweight.models.decoder import Decoder
 PASSAGE, PIECE = 900, 1400  # characters
 CONTEXT = 2048  # tokens
 WARM = 2  # prompts of each kind that run before any is measured
+KINDS = ("quoting", "plain", "code", "chat", "novel")
+NOVEL = 4.0  # temperature: of many thousand tokens none is likely
 
 
 def passages(files: list[str], length: int, count: int) -> list[str]:
@@ -93,6 +96,7 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
             ask(f"Repeat the following text word for word:\n\n{text}") for text in texts
         ]
         found["plain"] = [text[:200] for text in texts]
+        found["novel"] = found["plain"]
     if options.code:
         found["code"] = [ask(renamed(piece)) for piece in passages(options.code, PIECE, count)]
     if options.chat:
@@ -157,6 +161,12 @@ class StepClock:
         return found
 
 
+def sampling_of(kind: str, tokens: int) -> SamplingParams:
+    if kind == "novel":
+        return SamplingParams(max_tokens=tokens, temperature=NOVEL, seed=7, ignore_eos=True)
+    return SamplingParams(max_tokens=tokens, temperature=0)
+
+
 def speed(output: Output) -> float:
     """Tokens a second after the first chunk."""
     chunks = output.completions[0].timing.chunks
@@ -166,7 +176,7 @@ def speed(output: Output) -> float:
 
 
 def measure(
-    llm: LLM, prompts: list[Prompt], tokens: int, clock: StepClock
+    llm: LLM, prompts: list[Prompt], params: SamplingParams, clock: StepClock
 ) -> tuple[list[float], dict[str, Any], list[list[int]]]:
     """Tokens a second of each answer, once a few have captured and compiled what they need."""
     outputs: list[Output] = []
@@ -174,7 +184,7 @@ def measure(
         clock.figures()
         if llm.engine.speculator is not None:
             llm.engine.speculator.restart()
-        outputs = [llm.generate([prompt], max_tokens=tokens, temperature=0)[0] for prompt in some]
+        outputs = [llm.generate([prompt], params)[0] for prompt in some]
     answers = [output.completions[0].token_ids for output in outputs]
     steps = sum(len(output.completions[0].timing.chunks) for output in outputs)
     more: dict[str, Any] = {"tokens_per_step": round(sum(map(len, answers)) / max(1, steps), 3)}
@@ -293,7 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         action="append",
-        choices=("quoting", "plain", "code", "chat"),
+        choices=KINDS,
         help="kinds; all that there are",
     )
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
@@ -320,7 +330,8 @@ def main() -> None:
         ways = [None] if llm.engine.speculator is None else options.follow or [None]
         for way, (kind, prompts) in itertools.product(ways, kinds.items()):
             follow(llm, way)
-            each, more, answers = measure(llm, prompts, options.tokens, clock)
+            params = sampling_of(kind, options.tokens)
+            each, more, answers = measure(llm, prompts, params, clock)
             tok_s = statistics.median(each)
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
@@ -337,7 +348,7 @@ def main() -> None:
                 "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)),
                 "of": len(answers),
                 "each": each,
-                "parted": parted(llm, prompts, answers, same),
+                "parted": [] if kind == "novel" else parted(llm, prompts, answers, same),
             }
             if way is not None:
                 row["follow"] = way

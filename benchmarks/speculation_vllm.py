@@ -94,7 +94,9 @@ def measure(llm: Any, options: argparse.Namespace) -> None:
     import torch
     import vllm
 
-    for kind, prompts in prompts_of(options).items():
+    kinds = prompts_of(options)
+    kinds.pop("novel", None)  # vLLM's answers are greedy ones
+    for kind, prompts in kinds.items():
         found: list[tuple[float, int]] = []
         for _ in range(2):
             found = [rate(llm, vllm.SamplingParams, prompt, options.tokens) for prompt in prompts]

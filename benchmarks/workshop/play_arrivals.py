@@ -34,7 +34,7 @@ MODEL = "preset:qwen3-8b:int4"
 # saw while no prompt waited, less those for the cached tokens
 STEPS = {1: 1.5, 4: 1.8, 8: 2.0, 16: 2.3, 32: 2.5, 48: 3.4, 64: 3.1, 128: 4.3, 192: 6.0, 256: 8.0}
 CACHED = 4.2e-5  # for a cached token: its keys and values at what `h200/kv-cache.jsonl` reads
-TOGETHER = 4096  # of prompts in a pass, where one gap in hundreds may be long
+TOGETHER = 4096  # of prompts in a pass after a burst
 PAIR = 1.5e-6  # for a pair of a prompt's new and cached tokens
 CHAT = (356, 512)  # tokens of a chat with a tool and of its answer (benchmarks/serve_overhead.py)
 READ_AT_ONCE = 12  # chats of a burst that a server has read when the first step begins

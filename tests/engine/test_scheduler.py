@@ -120,7 +120,6 @@ def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without()
 def test_answers_and_prompts_take_turns(monkeypatch):
     scheduler = make(blocks=40_000, seqs=8, budget=16_384, prompt_tokens_beside=1000)
     scheduler.turn_tokens = 64
-    scheduler.long_gaps = 0.0
     answering = [request(number, 3, answer=1000) for number in range(2)]
     for one in answering:
         scheduler.add(one)
@@ -165,10 +164,7 @@ def test_answers_and_prompts_take_turns(monkeypatch):
     monkeypatch.setattr(schedulers, "MANY_CACHED", 10_000)
     monkeypatch.setattr(schedulers, "MANY_ANSWERS", 1)
     assert turns(100) == [48, 48, 4], "steps of many answers take longer"
-    scheduler.long_gaps = 3.0
-    assert turns(120) == [48, 48, 24], "a pass that would not be full is not worth a long gap"
-    assert turns(1200) == [1000, 48, 48, 48, 48, 8], "two answers have saved one long gap each"
-    assert scheduler.long_gaps == pytest.approx(1.0, abs=0.2)
+    assert turns(1200) == [48] * 25, "a long prompt alone makes no gap long"
     scheduler.max_num_seqs = 5
     assert turns(96, 96, 96, 96)[:2] == [48, 48], "a burst that finds no seats is none"
     for _ in range(2):
@@ -182,7 +178,6 @@ def test_answers_and_prompts_take_turns(monkeypatch):
 def test_a_burst_is_read_at_once_beside_its_own_first_answers_and_in_turns_beside_older_ones():
     scheduler = make(blocks=40_000, seqs=16, budget=16_384, prompt_tokens_beside=1000)
     scheduler.turn_tokens = 64
-    scheduler.long_gaps = 0.0
     answering = [request(number, 3, answer=1000) for number in range(8)]
     for one in answering:
         scheduler.add(one)

@@ -89,6 +89,52 @@ def test_few_rows(kind, rows):
     assert error(gemv.multiply(weight, x), tensor.matmul_reference(x)) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("8:16", 4),
+        ("Q5_0", 8),
+        ("Q4_1", 4),
+        ("IQ4_NL", 4),
+        ("Q2_K", 8),
+        ("Q3_K", 4),
+        ("Q4_K", 8),
+        ("Q6_K", 4),
+        ("nvfp4", 8),
+    ],
+)
+def test_few_rows_as_floats(monkeypatch, kind, rows):
+    monkeypatch.setattr(gemv, "HALVES_FROM", 3)
+    forget_plans()
+    test_few_rows(kind, rows)
+
+
+def forget_plans():
+    for module in (gemv, gemv_splitk):
+        for thing in vars(module).values():
+            if hasattr(thing, "cache_clear"):
+                thing.cache_clear()
+
+
+def test_slices_as_floats(monkeypatch):
+    monkeypatch.setattr(gemv, "HALVES_FROM", 3)
+    forget_plans()
+    test_more_rows("Q4_K", gemv_splitk.multiply, dict(slices=2))
+
+
+def test_large_inputs_of_a_row_do_not_overflow(monkeypatch, kind="Q5_0"):
+    """Of fp16, times the norm's weights."""
+    monkeypatch.setattr(gemv, "HALVES_FROM", 3)
+    forget_plans()
+    tensor = make(kind, (64, 352))
+    norm, x = torch.full((352,), 30.0).half(), torch.randn(4, 352).half()
+    x[1, 5] = 6e4
+    exact = x.double() * norm.double() * torch.rsqrt(x.double().square().mean(-1)[:, None] + 1e-6)
+    weight = tiles.prepare(tensor, dtype=torch.float16)
+    found = gemv.multiply(weight, x, norm=Norm(norm, 1e-6))
+    assert error(found, tensor.matmul_reference(exact)) < 2e-3
+
+
 def test_weights_that_each_warp_copies(monkeypatch, kind="Q4_K"):
     monkeypatch.setattr(gpu, "of", lambda _: OLDER)
     test_few_rows(kind, 2)

@@ -6,7 +6,7 @@ import pytest
 from flyweight.engine import ahead
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.rows import Rows
-from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.speculation.shared_rows import SharedRows, runs_as_eight
 from flyweight.gpu import GPUS
 from flyweight.kernels import jit
 from flyweight.kernels.dry_run import dry_run
@@ -40,6 +40,18 @@ def plan(preset, name, **options):
 def planned(preset, name="sm_90a", **options):
     with clean_process.pool() as pool:
         return pool.submit(plan, f"preset:{preset}", name, **options).result()
+
+
+def sizes_left_out(preset, separate):
+    """Of SIZES, where qkv and attention are two kernels for a reason given."""
+    with dry_run(GPUS["sm_90a"]):
+        decoder = ahead.load(preset, None)
+        decoder.blocks = decoder.blocks * 2
+        rows = Rows(8, pages=66, vocabulary=decoder.config.vocab_size, device=decoder.device)
+        caches = ahead.make_caches(decoder, None)
+        graphs = DecodeGraphs(decoder, caches, SharedRows(rows), sizes=SIZES, separate=separate)
+        with decoder.active():
+            return [size for size in SIZES if runs_as_eight(graphs.step(size).decode)]
 
 
 @pytest.mark.parametrize("name", ["sm_90a", "sm_90a:114"])
@@ -89,3 +101,19 @@ def test_others_stay_as_they_are(preset, name):
     found = planned(preset, name)
     assert not any(beside for beside, _ in found.values())
     assert not any("BESIDE" in one for _, kernels in found.values() for _, one in kernels)
+
+
+@pytest.mark.parametrize(
+    "preset, separate, left_out",
+    [
+        ("qwen3-8b:int4", "tried", SIZES),  # eight rows have few.cu, two have not
+        ("qwen3-8b:int4", None, ()),
+        ("qwen2-0.5b:nvfp4", "tried", ()),  # gemv.cu takes all of them
+    ],
+)
+def test_steps_run_as_eight_rows_only_where_these_have_kernels_of_their_own(
+    preset, separate, left_out
+):
+    with clean_process.pool() as pool:
+        found = pool.submit(sizes_left_out, f"preset:{preset}", separate).result()
+    assert found == [*left_out]

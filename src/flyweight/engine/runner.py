@@ -25,7 +25,13 @@ from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Constraint, Request
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import GREEDY, top_logprobs
-from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows, is_unread
+from flyweight.engine.speculation.shared_rows import (
+    FUSED_SIZES,
+    SIZES,
+    SharedRows,
+    is_unread,
+    runs_as_eight,
+)
 from flyweight.engine.speculation.verify import choose_after_drafts
 from flyweight.engine.work import Work
 from flyweight.models.adapters import Adapters
@@ -104,9 +110,7 @@ class Runner:
 
         graphs = DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
         for one in filter(None, (graphs, graphs.unadapted)):
-            one.leave_out(
-                size for size in FUSED_SIZES if one.step(size).decode.separate is not None
-            )
+            one.leave_out([size for size in FUSED_SIZES if runs_as_eight(one.step(size).decode)])
         return graphs
 
     @functools.cached_property

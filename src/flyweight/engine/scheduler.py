@@ -21,9 +21,9 @@ In turns (`turn_tokens`, a server on a GPU) steps of answers and passes of promp
 passes of up to so many tokens. A step of answers alone is captured whatever their number, and a
 pass of prompts alone is one of a few kinds, all captured before the first request (`passes.py`); a
 step of both would be of a new kind with every number of answers, and slower than the two. A reader
-sees the longest gap between two tokens: a step and a pass. One gap in hundreds may be longer: then
-all prompts that wait are read at once, up to `prompt_tokens_beside` tokens. So they are after a
-burst of requests, while nearly as many wait as answer: few would gain from short gaps, many wait.
+sees the longest gap between two tokens: a step and a pass. Only after a burst of requests, while
+nearly as many wait as answer, are all prompts that wait read at once, up to `prompt_tokens_beside`
+tokens: few would gain from short gaps, many wait.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone
 always fits.
@@ -51,9 +51,6 @@ PROMPT_LOGITS = 1024
 # half, and gaps hardly grow
 MANY_ANSWERS = 64
 MANY_CACHED = 2048
-# one gap in so many may be long: answers save up for long passes of prompts, and spend what they
-# have where these are full; well below the one in a hundred that percentiles of gaps are looked at
-GAPS_A_LONG_ONE = 200
 # requests that wait, at least and for each that is answered: with more, long passes cost nothing.
 # Answers with no more than `BEGUN` tokens do not count: they came with those that wait
 BURST = 4
@@ -82,7 +79,6 @@ class Scheduler:
         self.pace: Pace | None = None  # a server's: bounds the share by time as well
         # a server's: answers and prompts in steps of their own, prompts in passes of so many tokens
         self.turn_tokens: int | None = None
-        self.long_gaps = max_num_seqs / 2  # that answers may still see
         self.prompts_next = False  # whose turn it is
         # of blocks, in the last step that answers had a part in: then nobody new may come in
         self.short = False
@@ -130,32 +126,20 @@ class Scheduler:
         """A pass of prompts, if it is their turn and one waits, or a step of all answers."""
         works = self._fill(self._pass_tokens(most), {}, answers=False) if self.prompts_next else []
         self.prompts_next = not works
-        if works:
-            return works
-        works = self._fill(0, {})
-        saved = self.long_gaps + len(works) / GAPS_A_LONG_ONE
-        self.long_gaps = min(saved, float(self.max_num_seqs))
-        return works
+        return works or self._fill(0, {})
 
     def _pass_tokens(self, most: int) -> int:
-        """Of prompts: usually as many as hardly hold up answers; a long pass after a burst, and
-        where answers have saved enough gaps for one that is full.
-        """
+        """Of prompts: as many as hardly hold up answers; after a burst a long pass."""
         reading = [request for request in self.running if request.missing > 1]
         coming = list(itertools.islice(self.waiting, self.max_num_seqs - len(self.running)))
-        answers = len(self.running) - len(reading)
         many = len(self.running) > MANY_ANSWERS  # a prompt that is being read may answer behind it
         long_ago = any(request.computed > MANY_CACHED for request in reading)
         most -= (many + long_ago) * most // 4
-        long = max(most, self.prompt_tokens_beside)
         unread = reading + coming
         tokens = sum(request.missing for request in unread)
         settled = sum(one.missing <= 1 and one.generated > BEGUN for one in self.running)
         if tokens >= 4 * most and len(unread) >= max(BURST, BURST_SHARE * settled):
-            return long
-        if tokens >= long and self.long_gaps >= answers:
-            self.long_gaps -= answers
-            return long
+            return max(most, self.prompt_tokens_beside)
         return most
 
     def _fill(

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from flyweight.batch import KVStorage
 from flyweight.engine.capture import capture
-from flyweight.engine.speculation.shared_rows import CAPACITY, FUSED_SIZES, SIZES, SharedRows
+from flyweight.engine.speculation.shared_rows import (
+    CAPACITY,
+    FUSED_SIZES,
+    SIZES,
+    SharedRows,
+    eight_rows_differ,
+)
 from flyweight.kernels import jit
 from flyweight.kernels.accept import ChainState, CheckedRows, accept
 from flyweight.kernels.attention.decode import rope_pairs
@@ -31,8 +37,6 @@ from flyweight.models.heads.head import DraftHead
 
 # of which rows of a step fill one at least: `accept` writes as many
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-# a lone layer's qkv and attention are two kernels, which are faster for eight rows than for fewer
-ROWS = tuple(size for size in SIZES if size not in FUSED_SIZES)
 
 
 def unsupported_reason(head: DraftHead, page: int) -> str | None:
@@ -75,18 +79,21 @@ class HeadGraphs:
         self.ids = torch.zeros(CAPACITY, dtype=torch.int64, device=device)
         self.buffers = Buffers(CAPACITY, dtype=head.dtype, device=device)
         self.pairs = {name: rope_pairs(*tables) for name, tables in head.ropes.items()}
+        # a lone layer's qkv and attention are two kernels
+        left_out = FUSED_SIZES if eight_rows_differ(head.block) else ()
+        self.sizes = [size for size in SIZES if size not in left_out]
         self.launches: dict[Hashable, Callable[[], None]] = {}
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def warm_up(self) -> None:
-        for size in sorted(ROWS, reverse=True):
+        for size in sorted(self.sizes, reverse=True):
             self._capture(("follow", size), self._follow(size))
         for size in sorted(SEQUENCES, reverse=True):
             self._capture(("chain", size), self._chain(size))
 
     def follow(self, rows: int) -> None:
         """The step's rows are in `rows`, and so are the tokens chosen after them."""
-        size = next(size for size in ROWS if size >= rows)
+        size = next(size for size in self.sizes if size >= rows)
         self._replay(("follow", size), lambda: self._follow(size))
 
     def chain(self, sequences: int) -> Tensor:

@@ -24,12 +24,12 @@ from flyweight.engine.speculation.late import LateDrafts
 from flyweight.engine.work import Work
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.guesses import GuessedRows, SequenceRows, handover
+from flyweight.models.decode_step import DecodeStep
+from flyweight.models.layer import Block
 from flyweight.transfer import Stage, StagedColumns
 
 CAPACITY = 64
-# Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are
-# two, those are faster for eight rows than for two or four (`rows_N` of
-# benchmarks/workshop/speculation-h200.jsonl).
+# Rows that steps are captured for; the first not where `runs_as_eight`.
 FUSED_SIZES = (1, 2, 4)
 SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
 KINDS = "qqqqqqqii"  # of the columns that one copy brings
@@ -200,6 +200,20 @@ class SharedRows:
         torch.index_select(rows.tables, 0, self.at, out=self.tables)
         if self.adapters is not None and rows.adapters is not None:
             torch.index_select(rows.adapters, 0, self.at, out=self.adapters)
+
+
+def runs_as_eight(step: DecodeStep) -> bool:
+    """Whether a step of fewer rows is no faster than one of eight: where qkv and attention are two
+    kernels, and eight rows have kernels for linears that fewer have not (`rows_N_apart` of
+    benchmarks/workshop/speculation-h200.jsonl).
+    """
+    return step.separate is not None and any(
+        eight_rows_differ(block) for block in step.decoder.blocks if block.delta is None
+    )
+
+
+def eight_rows_differ(block: Block) -> bool:
+    return block.o.fused.kernel_for(8) not in ("gemv", "gemv_splitk")
 
 
 def is_unread(works: Sequence[Work]) -> bool:

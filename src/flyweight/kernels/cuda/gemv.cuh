@@ -83,7 +83,8 @@
 #endif
 static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
 #define ALL_THREADS (THREADS + (OWN_COPIES ? 0 : 32) + (ADAPTER_RANK ? 32 : 0))  // with those that fetch, and that add an adapter
-constexpr bool IN_QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;  // columns of B are: gemv_bits.cuh
+constexpr bool QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;     // of blocks have sums of x: gemv_bits.cuh
+constexpr bool IN_QUARTERS = QUARTERS && !AS_HALVES;                 // columns of B are
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -91,7 +92,7 @@ constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int CUT = GROUPED && GROUP < KDIM && GROUP > 64 * UNIT_BLOCKS ? GROUP / 64 : UNIT_BLOCKS;
 constexpr int CUTS = (BLOCKS + CUT - 1) / CUT, LONGEST = (CUTS + SLICES - 1) / SLICES * CUT;
 constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of the longest
-constexpr int UNITS = !GROUPED || FLOATS ? 1 : IN_QUARTERS ? 4 * SLICE : FORMAT != BIT_PLANES && GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
+constexpr int UNITS = !GROUPED || FLOATS ? 1 : QUARTERS ? 4 * SLICE : FORMAT != BIT_PLANES && GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int OWN_BLOCKS = OWN_UNITS * UNIT_BLOCKS;                 // of a stage, in a warp
@@ -99,15 +100,15 @@ constexpr int OWN_GROUPS = !GROUPED ? 0 : (OWN_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int OWN_BYTES = OWN_BLOCKS * BLOCK_BYTES + OWN_GROUPS * GROUP_BYTES;
 constexpr int STAGE_BYTES = OWN_COPIES ? WARPS * OWN_BYTES : STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
-constexpr int COLUMN_TILES = IN_QUARTERS ? ROWS : (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
+constexpr int COLUMN_TILES = IN_QUARTERS ? ROWS : (ROWS * (IN_REGISTERS || AS_HALVES ? 1 : PLANES) + 7) / 8;
 constexpr int SETS = FORMAT == BIT_PLANES || ((COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32)) ? 1 : 2;  // of accumulators, for the halves of a block
-constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
-constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
+constexpr int XBLOCK = FLOATS || AS_HALVES ? 128 : 64;     // bytes of a column that meet one block
+constexpr int XROW = FLOATS || AS_HALVES ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS && !BESIDE ? 1 : 2;  // threads that multiply; kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
-constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
+constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * (AS_HALVES ? 1 : PLANES) * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
@@ -513,7 +514,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
         sum += __shfl_xor_sync(~0u, sum, 2);
         if (t == i / 2 % 4) partial[g + 8 * (i % 2)][i / 2] = sum;
       }
-    } else if constexpr (GROUPED && !FLOATS && !IN_REGISTERS) {
+    } else if constexpr (GROUPED && !FLOATS && !IN_REGISTERS && !AS_HALVES) {
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {
         const int token = t + i / 2 * 4;

@@ -21,7 +21,30 @@ struct Inputs {  // where a lane's lie. Column g of B: token g (W8A8, plain), or
 DEVICE Inputs inputs_at(const LinearShared& sh, int lane) { return {sh.x + min(lane / 4, ROWS * PLANES - 1) * XROW + lane % 4 * 16}; }
 #endif
 
-#if !IN_REGISTERS
+#if AS_HALVES
+// Eight neighbouring inputs of a row, to their place: 16-bit floats, divided by a power of two that a block of 64 shares, so that none
+// is too large and few bits are lost. Their order is that in which codes come apart: 0 and 2, 1 and 3 of four.
+DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float, float, int lane) {
+  float peak = 1e-30f, sum = 0;
+#pragma unroll
+  for (int j = 0; j < 8; j++) peak = largest(peak, fabsf(v[j]));
+#pragma unroll
+  for (int o = 4; o; o >>= 1) peak = largest(peak, __shfl_xor_sync(~0u, peak, o));
+  const u32 power = __float_as_uint(peak) >> 23;
+  const float inverse = __uint_as_float((254 - power) << 23);
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int j = i / 2 * 4 + i % 2;
+    words[i] = pack_as<true>(v[j] * inverse, v[j + 2] * inverse);
+    sum += float_of<true>((u16)words[i]) + float_of<true>((u16)(words[i] >> 16));  // of what is multiplied
+  }
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  if (piece >= PIECES) return;
+  *(uint4*)(sh.x + row * XROW + piece * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+  if (lane % 2 == 0) sh.groups[piece / 2][row] = {sum, __uint_as_float(power << 23)};
+}
+#elif !IN_REGISTERS
 // Eight neighbouring inputs of a row, to their place; see `convert`.
 DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float most, float inverse, int lane) {
   const Piece p = convert<larger(SETS)>(v, most, inverse, lane);
@@ -37,7 +60,9 @@ DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piec
     }
   }
 }
+#endif
 
+#if !IN_REGISTERS
 #if ROWS == 1
 // Each of the warps loads its part of the row; the norm's weights are read ahead of the wait. Integer weights want whole groups
 // only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.

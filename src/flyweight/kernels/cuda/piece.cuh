@@ -5,9 +5,14 @@
 #include "integers.cuh"
 #if FORMAT == BIT_PLANES
 #define WHOLE_BLOCKS (SUBGROUP % 64 == 0)  // groups are whole blocks of 64 inputs
+#ifndef HALVES_FROM
+#define HALVES_FROM 1000
+#endif
+#define AS_HALVES (!WHOLE_BLOCKS && ROWS >= HALVES_FROM)  // x and codes of small groups are 16-bit floats
 constexpr int SMALLEST_GROUP = SUBGROUP;   // inputs that share a scale
 #else
 #define WHOLE_BLOCKS 0
+#define AS_HALVES 0
 constexpr int SMALLEST_GROUP = GROUP;
 #endif
 constexpr int UNIT_BLOCKS = GROUPED && SMALLEST_GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings

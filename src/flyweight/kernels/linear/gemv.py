@@ -77,6 +77,8 @@ class Wanted:
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
 
 
+# Rows from which on x and codes of small groups in planes are multiplied as 16-bit floats
+HALVES_FROM = 1000
 # Of a kernel with x in registers that leaves room for another: more have no registers for x
 REGISTER_WARPS = 8
 FEWEST_WARPS = 4  # that have a thread for each output of a round
@@ -119,6 +121,12 @@ def _input_scales(matrix: Matrix, blocks: int) -> int:
     if variant is not None:
         return blocks if variant.group % 64 == 0 else 4 * blocks
     return 2 * blocks if matrix.group == 32 else blocks
+
+
+def _as_halves(matrix: Matrix, rows: int) -> bool:
+    """AS_HALVES of cuda/piece.cuh."""
+    variant = matrix.format.variant
+    return variant is not None and variant.group % 64 != 0 and rows >= HALVES_FROM
 
 
 def slice_blocks(matrix: Matrix, slices: int) -> tuple[int, int, int]:
@@ -173,7 +181,8 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     stage = stage_blocks * form.block_bytes + groups * form.record_bytes
     sums = _input_scales(matrix, total) * rows * 8 if form.grouped else 8 * rows
     slots = wanted.slots or max(1, min(wanted.tiles, 16 // rows))
-    x_row = total * 128 + 64 if form.floats else (total | 1) * 64 * (2 if form.grouped else 1)
+    floats = form.floats or _as_halves(matrix, rows)
+    x_row = total * 128 + 64 if floats else (total | 1) * 64 * (2 if form.grouped else 1)
     statistics = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
     partial = slots * warps * 16 * rows * 4
     if wanted.in_registers:
@@ -366,6 +375,7 @@ def defines(
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **_prefetch(weight.matrix, chosen, device),
+        **({"HALVES_FROM": HALVES_FROM} if _as_halves(weight.matrix, rows) else {}),
         **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
     }
 
