@@ -184,6 +184,22 @@ def test_exl3_walks_a_model_with_one_hessian_for_siblings_and_says_what_its_file
     assert measure.facts_of(made)["bits_per_weight"] == pytest.approx(stored / weights)
 
 
+def test_exl3_is_found_for_a_second_job_of_the_same_process(tmp_path, monkeypatch):
+    place = tmp_path / "exllamav3" / "modules" / "quant" / "exl3_lib"
+    place.mkdir(parents=True)
+    (tmp_path / "exllamav3" / "__init__.py").touch()
+    (place / "quantize.py").write_text("def quantize_exl3(*_): return 'quantized'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(exl3, "build", lambda folder: "extension")
+    exl3.quantizer.cache_clear()
+    try:
+        first = exl3.quantizer(tmp_path / "built")
+        assert exl3.quantizer(tmp_path / "built") is first and first() == "quantized"
+    finally:
+        exl3.quantizer.cache_clear()
+
+
 def test_the_last_good_row_of_a_seed_counts(tmp_path):
     rows = [
         dict(
