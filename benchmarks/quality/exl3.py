@@ -13,6 +13,7 @@ it; what EXL3's own file would take is in `stored.json`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -79,8 +80,11 @@ def build(folder: Path) -> Any:
     )
 
 
+@functools.cache
 def quantizer(folder: Path) -> Any:
-    """`quantize_exl3`, without all that importing exllamav3 brings along."""
+    """`quantize_exl3`, without all that importing exllamav3 brings along. Only once in a process:
+    with its modules replaced the package itself can't be found again.
+    """
     extension = build(folder)
     root = package()
     for name in ("", ".util", ".modules", ".modules.quant"):

@@ -102,7 +102,7 @@ SCHEMES = {
 VARIANTS = ("-mse", "-imatrix", "-group")
 # Below 4 bits: ours, recipes/*.toml among them → all that they are held against
 FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
-    ("vptq-3bit", "vptq-3bit-learned", "int3-best", "int3-best-codes", "int3-own-codes"): [
+    ("vptq-3bit", "vptq-3bit-learned", "int3-best", "int3-best-codes"): [
         ("flyweight", "vptq-3bit"),
         ("flyweight", "gptq-int3"),
         ("flyweight", "awq-int3"),
@@ -119,8 +119,6 @@ FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
         "int2-best",
         "int2-best-codes",
         "int2-own-codes",
-        "int2-own-relative",
-        "int2-own-long",
     ): [
         ("flyweight", "vptq-2bit"),
         ("auto-round", "autoround-int2-asym"),
@@ -164,7 +162,6 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
         ("llm-compressor", "rtn-int4"),
     ],
     "int4-best": AT_FOUR,
-    "int4-own": AT_FOUR,
     **{
         ours: [rival for rival in rivals if rival != ("flyweight", ours)]
         for named, rivals in FEWER.items()

@@ -150,7 +150,7 @@ def test_recipes_that_wait_to_be_measured_are_held_against_the_same_bits():
         path.stem: recipe.load(path)
         for path in sorted(Path(run.__file__).parent.glob("recipes/*.toml"))
     }
-    assert len(found) == 11 and all(
+    assert len(found) == 7 and all(
         name in peers.RIVALS and ("flyweight", name) not in peers.RIVALS[name] for name in found
     )
     for name, one in found.items():
@@ -182,6 +182,22 @@ def test_exl3_walks_a_model_with_one_hessian_for_siblings_and_says_what_its_file
     stored = sum(3 * shape.numel() + 16 * sum(shape) for shape, *_ in seen)
     weights = sum(made.tensor(name).numel() for name in made.names() if "_proj.weight" in name)
     assert measure.facts_of(made)["bits_per_weight"] == pytest.approx(stored / weights)
+
+
+def test_exl3_is_found_for_a_second_job_of_the_same_process(tmp_path, monkeypatch):
+    place = tmp_path / "exllamav3" / "modules" / "quant" / "exl3_lib"
+    place.mkdir(parents=True)
+    (tmp_path / "exllamav3" / "__init__.py").touch()
+    (place / "quantize.py").write_text("def quantize_exl3(*_): return 'quantized'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(exl3, "build", lambda folder: "extension")
+    exl3.quantizer.cache_clear()
+    try:
+        first = exl3.quantizer(tmp_path / "built")
+        assert exl3.quantizer(tmp_path / "built") is first and first() == "quantized"
+    finally:
+        exl3.quantizer.cache_clear()
 
 
 def test_the_last_good_row_of_a_seed_counts(tmp_path):
