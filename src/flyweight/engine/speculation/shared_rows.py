@@ -213,7 +213,7 @@ def runs_as_eight(step: DecodeStep) -> bool:
 
 
 def eight_rows_differ(block: Block) -> bool:
-    return block.o.fused.kernel_for(8) not in ("gemv", "gemv_splitk")
+    return not block.o.fused.goes_by_row(8)
 
 
 def is_unread(works: Sequence[Work]) -> bool:

@@ -131,6 +131,10 @@ class FusedLinear:
         """The kernel that multiplies so many rows."""
         return self.kernel
 
+    def goes_by_row(self, rows: int) -> bool:
+        """Whether so many rows run through the kernels of one, and each costs a little more."""
+        return False
+
     @property
     def looks_up(self) -> bool:
         """Whether `look_up` gives rows of the weight: then an embedding may share it."""

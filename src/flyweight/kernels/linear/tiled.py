@@ -84,6 +84,9 @@ class TiledLinear(FusedLinear):
                 return Choice("gemm_recoded", "prompts in 8 bits were asked for")
         return choose(self.weight, rows, device, Fusion(norm, residual, beside))
 
+    def goes_by_row(self, rows: int) -> bool:
+        return self.kernel_for(rows) in ("gemv", "gemv_splitk")
+
     def narrow_prompts(self, kind: str) -> bool:
         weight = self.weight
         form = format.named(prompts.FORMATS[kind])
