@@ -376,3 +376,8 @@ def test_a_pipe_in_the_folder_is_named_and_never_opened(folder, name):
     os.mkfifo(folder / name)
     with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
         Checkpoint(folder)
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_copy(folder):
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer; copy tokenizer\.json"):
+        Checkpoint(folder).tokenizer()

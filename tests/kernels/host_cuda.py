@@ -109,7 +109,8 @@ class Host:
             f"\n  return run_grid([](void** own) {{ call_with({name}, own); }}, x, y, block, args);"
             "\n}\n"
         )
-        path = self.folder / hashlib.sha256("".join([file, name, *flags]).encode()).hexdigest()[:20]
+        key = "".join([str(compiler.SOURCES / file), name, *flags])
+        path = self.folder / hashlib.sha256(key.encode()).hexdigest()[:20]
         if not path.with_suffix(".so").exists():
             path.with_suffix(".cpp").write_text(source(file) + entry)
             checks = ["-fsanitize=alignment"] if file in ALIGNED else []

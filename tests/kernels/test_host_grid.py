@@ -21,10 +21,10 @@ extern "C" __global__ void read_two(const u16* in, u32* out, int at) {
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
+def load(tmp_path, folder, monkeypatch):
     (tmp_path / "rope.cu").write_text(KERNEL)  # of the files whose addresses are checked
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
-    return lambda name: host_cuda.Host(tmp_path).load("rope.cu").kernel(name)
+    return lambda name: host_cuda.Host(folder).load("rope.cu").kernel(name)
 
 
 def test_all_threads_of_all_blocks_run_together(load):

@@ -360,7 +360,6 @@ def rows_shape(tokens, warps, paired=False):
             ),
         ),
         ("vptq_rows.cu", rows_shape(64, 12) | dict(DENSE=1)),
-        ("vptq_rows.cu", rows_shape(128, 8)),
         ("vptq_rows.cu", rows_shape(64, 12, paired=True) | dict(COMING=1)),
         *(
             ("vptq_bytes.cu", dict(ROWS=rows, WARPS=16, OWN=1, COPIES=16, UNITS=3, NORM=0, GATED=2))

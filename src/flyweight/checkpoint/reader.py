@@ -249,6 +249,11 @@ class Checkpoint:
             )
         except Exception as error:  # transformers raises whatever its parts raise
             reason = str(error).strip().split("\n")[0]
+            if not self.has_tokenizer:
+                raise CheckpointError(
+                    f"{self.folder}: there is no tokenizer; copy tokenizer.json and "
+                    "tokenizer_config.json from where the model is from"
+                ) from error
             raise CheckpointError(
                 f"{self.folder}: the tokenizer cannot be loaded ({reason})"
             ) from error
