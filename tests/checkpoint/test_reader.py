@@ -325,7 +325,7 @@ def test_pickles_are_refused_with_what_to_do(folder):
 
 def test_folder_without_weights(folder):
     (folder / "model.safetensors").unlink()
-    fails(folder, "no safetensors")
+    fails(folder, "no weights", "copy them beside config.json")
 
 
 def test_quantized_tensors_without_a_config_are_an_error(folder):

@@ -62,7 +62,10 @@ def weight_files(folder: Path) -> list[Path]:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickles:
         raise CheckpointError(f"{folder}: only pickle files ({pickles[0]}), {NEVER_READ}")
-    raise CheckpointError(f"{folder}: no safetensors files")
+    raise CheckpointError(
+        f"{folder}: no weights (*.safetensors or *{GGUF_SUFFIX}); copy them beside config.json, or "
+        f"name the folder that has them"
+    )
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
