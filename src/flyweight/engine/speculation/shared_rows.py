@@ -29,7 +29,7 @@ from flyweight.models.layer import Block
 from flyweight.transfer import Stage, StagedColumns
 
 CAPACITY = 64
-# Rows that steps are captured for; the first not where `runs_as_eight`.
+# Rows that steps are captured for; those of FUSED_SIZES not where `runs_as_eight`.
 FUSED_SIZES = (1, 2, 4)
 SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
 KINDS = "qqqqqqqii"  # of the columns that one copy brings
