@@ -140,6 +140,7 @@ def linear_plan(
     more: int = 0,
     *,
     beside: bool = False,
+    lone_row: bool = False,
 ) -> Plan | None:
     """`more`: bytes of shared memory that are needed besides; `beside`: all kernels of the layer
     leave each other room.
@@ -160,6 +161,7 @@ def linear_plan(
         alone=alone and not beside,
         all_warps=True,
         registers_beside=beside,
+        lone_row=lone_row,
     )
 
 
@@ -242,7 +244,10 @@ def qkv_attention(
     adapted = rows.adapted
     chunk = chunk_of(count, shared=rows.before is not None)
     more = chunk_bytes(shape, chunk, device) + (adapted.shared_bytes(tiles) if adapted else 0)
-    chosen = linear_plan(weight, shape, count, device, more, beside=layer.beside)
+    lone_row = count == 1 and not adapted
+    chosen = linear_plan(
+        weight, shape, count, device, more, beside=layer.beside, lone_row=lone_row
+    )
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
     x, arranged = linear.arranged(x, norm)
     assert arranged is not None

@@ -72,6 +72,12 @@
 #ifndef KEPT
 #define KEPT 0
 #endif
+#ifndef HELD_INPUTS  // of one row with OWN_COPIES: a warp keeps its inputs of a tile in registers
+#define HELD_INPUTS 0
+#endif
+#ifndef PLACES  // for partial sums, taken by turns: with two, warps meet once at a round's end
+#define PLACES 1
+#endif
 #ifndef PREFETCHED
 #define PREFETCHED 0  // stages that a producer brings to L2 while it waits for inputs
 #endif
@@ -116,6 +122,9 @@ constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTERS), "a stage is a share of each warp");
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
               "a share holds whole groups, or a group whole shares");
+static_assert(!HELD_INPUTS || (OWN_COPIES && ROWS == 1 && FORMAT != BIT_PLANES && !KEPT), "what inputs in registers are for");
+static_assert(!HELD_INPUTS || PLACES * SLOTS * WARPS * 64 <= X_BYTES, "sums come where inputs were");
+static_assert(PLACES == 1 || OWN_COPIES, "what two places are for");
 static_assert(!BALANCED || (SLICES == 1 && !IN_REGISTERS), "what balanced runs are for");
 static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
@@ -142,12 +151,20 @@ struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
 #if IN_REGISTERS
   float sums[UNITS][8];  // of x
+#elif HELD_INPUTS
+  union __align__(16) {
+    u8 x[X_BYTES];
+    float partial[PLACES * SLOTS][WARPS][16][ROWS];  // from when inputs are in registers
+  };
+  XGroup groups[UNITS][ROWS];
 #else
   u8 x[X_BYTES];
   XGroup groups[UNITS][ROWS];
 #endif
   union __align__(16) {
-    float partial[SLOTS][WARPS][16][ROWS];
+#if !HELD_INPUTS
+    float partial[PLACES * SLOTS][WARPS][16][ROWS];
+#endif
     u16 norm[IN_REGISTERS && NORM ? (SLICE + SLICE % 2) * 64 : 2];  // before there are sums
   };
   float2 row_stats[ROWS][STATS];  // sum of squares, maximum
@@ -397,18 +414,22 @@ struct Ring {  // the stage that comes next
 };
 
 #if !IN_REGISTERS && FORMAT != BIT_PLANES
+// The inputs of a unit: as they lie in shared memory, or in registers.
+struct SharedColumns {
+  const u8* xs;
+  DEVICE Column operator()(int b, int n) const { return load_column(xs + b * XBLOCK + n * 8 * XROW); }
+};
 // A unit of a tile, of which `block` is the first of its slice's blocks: into `whole`, or scaled into `total`. `fragment(b)`: its weights.
-template <typename Fragments, typename Records>
-DEVICE void multiply_fragments(const LinearShared& sh, Slice slice, Fragments fragment, const Records& records, const Inputs& inputs, int block,
+template <typename Fragments, typename Records, typename Columns>
+DEVICE void multiply_fragments(const LinearShared& sh, Slice slice, Fragments fragment, const Records& records, const Columns& columns, int block,
                                float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
-  const u8* xs = inputs.x + block * XBLOCK;
   if constexpr (!GROUPED) {
-    multiply_block(fragment(0), xs, whole);
+    multiply_block(fragment(0), columns, 0, whole);
   } else {
     group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
     for (int b = 0; b < UNIT_BLOCKS; b++)
-      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks) multiply_block(fragment(b), xs + b * XBLOCK, acc);
+      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks) multiply_block(fragment(b), columns, b, acc);
 #if FORMAT == FP8_BLOCKS
     add_scaled(whole, acc, *(const float2*)records);
 #else
@@ -419,7 +440,7 @@ DEVICE void multiply_fragments(const LinearShared& sh, Slice slice, Fragments fr
 DEVICE void multiply_unit(const LinearShared& sh, Slice slice, const u8* weights, const Record* records, const Inputs& inputs, int block,
                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
   auto loaded = [=](int b) { return load_fragment(weights + b * BLOCK_BYTES, lane); };
-  multiply_fragments(sh, slice, loaded, records, inputs, block, total, whole, lane);
+  multiply_fragments(sh, slice, loaded, records, SharedColumns{inputs.x + block * XBLOCK}, block, total, whole, lane);
 }
 #endif
 
@@ -436,6 +457,34 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* own, c
     multiply_unit(sh, slice, own + unit * BLOCK_BYTES, records + group * RECORD_LENGTH, inputs, block, total, whole, lane);
   }
 }
+#if HELD_INPUTS
+// This warp's inputs of a tile, of which it has the same blocks in every tile.
+struct HeldInputs {
+  Column of[TILE_STAGES][OWN_BLOCKS];
+  DEVICE HeldInputs(const Inputs& inputs, Slice slice, int warp) {
+#pragma unroll
+    for (int stage = 0; stage < TILE_STAGES; stage++)
+#pragma unroll
+      for (int b = 0; b < OWN_BLOCKS; b++) {
+        const int block = stage * STAGE_BLOCKS + warp * OWN_BLOCKS + b;
+        of[stage][b] = load_column(inputs.x + (FULL ? block : min(block, slice.blocks - 1)) * XBLOCK);
+      }
+  }
+};
+DEVICE void multiply_held(const LinearShared& sh, Slice slice, const u8* own, const Column (&held)[OWN_BLOCKS], int start,
+                          float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int warp, int lane) {
+  const int first = start + warp * OWN_BLOCKS;
+  const Record* records = (const Record*)(own + OWN_BLOCKS * BLOCK_BYTES);
+#pragma unroll
+  for (int unit = 0; unit < OWN_BLOCKS; unit += UNIT_BLOCKS) {
+    const int block = first + unit, group = GROUPED ? block * 64 / GROUP - first * 64 / GROUP : 0;
+    if (!FULL && block >= slice.blocks) break;
+    auto loaded = [=](int b) { return load_fragment(own + (unit + b) * BLOCK_BYTES, lane); };
+    auto columns = [&](int b, int) { return held[unit + b]; };
+    multiply_fragments(sh, slice, loaded, records + group * RECORD_LENGTH, columns, block, total, whole, lane);
+  }
+}
+#endif
 #if KEPT
 DEVICE void multiply_share(const LinearShared& sh, Slice slice, const Share& share, const Inputs& inputs, int start,
                            float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int warp, int lane) {
@@ -444,7 +493,8 @@ DEVICE void multiply_share(const LinearShared& sh, Slice slice, const Share& sha
     const int block = start + warp * OWN_BLOCKS + unit;
     if (!FULL && block >= slice.blocks) break;
     auto kept = [&](int b) { return fragment_of(share.words[unit + b]); };
-    multiply_fragments(sh, slice, kept, share.records[GROUPED ? unit * 64 / GROUP : 0], inputs, block, total, whole, lane);
+    const SharedColumns columns = {inputs.x + block * XBLOCK};
+    multiply_fragments(sh, slice, kept, share.records[GROUPED ? unit * 64 / GROUP : 0], columns, block, total, whole, lane);
   }
 }
 #endif
@@ -487,11 +537,25 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   const int g = lane / 4, t = lane % 4;
   rounds.begin(done);
   int turn = warp;
+#if HELD_INPUTS
+  const HeldInputs held(inputs, slice, warp);
+  named_barrier(1, THREADS);  // sums come where inputs were
+#endif
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
+    const int from = BALANCED && tile == 0 ? slice.skipped : 0, to = BALANCED && tile + 1 == count ? slice.last : TILE_STAGES;
+#if HELD_INPUTS
+#pragma unroll
+    for (int stage = 0; stage < TILE_STAGES; stage++) {  // registers have no index
+      if (BALANCED && (stage < from || stage >= to)) continue;
+      const u8* here = ring.wait();
+      multiply_held(sh, slice, here, held.of[stage], stage * STAGE_BLOCKS, total, whole, warp, lane);
+      ring.release();
+    }
+#else
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
-    for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
+    for (int stage = from; stage < to; stage++) {
 #if KEPT
       const int place = ring.taken++ - STAGES;
       if (place >= 0 && place < KEPT) {
@@ -506,7 +570,12 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       if (!FULL && !IN_REGISTERS && !OWN_COPIES) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       ring.release();
     }
+#endif
+#if PLACES > 1
+    auto& partial = sh.partial[rounds.place + tile - done][warp];
+#else
     auto& partial = sh.partial[tile - done][warp];
+#endif
     if constexpr (IN_QUARTERS) {
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {  // lanes t have the sums of a quarter of the inputs each
@@ -533,9 +602,12 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
+#if PLACES > 1
+      rounds.place = SLOTS - rounds.place;  // sums that are being added stay until all have met again
+#endif
       done = tile + 1;
       if (done < count) {
-        named_barrier(1, THREADS);
+        if (PLACES == 1) named_barrier(1, THREADS);
         rounds.begin(done);
       }
     }

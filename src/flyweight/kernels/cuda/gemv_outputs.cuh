@@ -25,6 +25,7 @@ template <typename TileAt> struct Rounds {
   Slice slice;
   float* mail;  // BALANCED: [CTA, 16, row]
   Output o;
+  int place = 0;  // of this round's partial sums
   DEVICE void begin(int first) {
     o = {};
     const int i = threadIdx.x;
@@ -41,7 +42,7 @@ template <typename TileAt> struct Rounds {
     if (!o.mine || (BALANCED && first + o.slot >= last)) return;
     Sum sums[2];
 #pragma unroll
-    for (int half = 0; half < PARTS; half++) sums[half] = add_partials<Sum>(sh, o.slot + half * PART_TILES, o.row + half * PART_ROWS, o.token);
+    for (int half = 0; half < PARTS; half++) sums[half] = add_partials<Sum>(sh, place + o.slot + half * PART_TILES, o.row + half * PART_ROWS, o.token);
 #if BALANCED
     const bool given = first + o.slot == 0 && slice.skipped, shared = first + o.slot + 1 == count && slice.last < TILE_STAGES;
 #pragma unroll

@@ -42,6 +42,8 @@ class Plan:
     in_registers: bool = False  # x, or in shared memory
     own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
     beside: bool = False  # registers leave room for another kernel, though x is in them
+    places: int = 1  # for the partial sums of a round
+    holds: bool = False  # inputs of a tile in a warp's registers
 
     @property
     def threads(self) -> int:
@@ -75,8 +77,12 @@ class Wanted:
     slots: int | None = None
     in_registers: bool = False
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
+    lone_row: bool = False  # one, without an adapter
 
 
+PLACES = 1  # for partial sums of a lone row, where warps copy for themselves
+HELD_REGISTERS = 0  # that a warp's inputs of a tile may take
+HELD_SLOTS = 8  # where partial sums lie in place of inputs that are in registers
 # Rows from which on codes in planes, of groups smaller than a block, are multiplied as 16-bit
 # floats
 HALVES_FROM = 3
@@ -107,6 +113,15 @@ def _busy_warps(matrix: Matrix, wanted: Wanted) -> int:
     share = _own_units(matrix, wanted) * _unit_blocks(matrix)
     stages = math.ceil(matrix.blocks / (wanted.warps * share))
     return max(FEWEST_WARPS, math.ceil(matrix.blocks / (stages * share)))
+
+
+def _holds_inputs(matrix: Matrix, stage_blocks: int, own_units: int) -> bool:
+    """Whether a warp has registers for its inputs of a tile of 4-bit weights: shared memory is as
+    busy with inputs as with those.
+    """
+    stages = math.ceil(matrix.blocks / stage_blocks)
+    registers = 4 * stages * own_units * _unit_blocks(matrix)
+    return matrix.format.name == "int4" and registers <= HELD_REGISTERS
 
 
 def _unit_blocks(matrix: Matrix) -> int:
@@ -186,6 +201,18 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     x_row = total * 128 + 64 if floats else (total | 1) * 64 * (2 if form.grouped else 1)
     statistics = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
     partial = slots * warps * 16 * rows * 4
+    places = 1
+    holds = False
+    if wanted.lone_row and own:
+        room = min(HELD_SLOTS, x_row // (PLACES * warps * 64))
+        holds = room > 0 and _holds_inputs(matrix, stage_blocks, own)
+        if holds:  # sums come where inputs were
+            slots = room
+            partial = 0
+            places = PLACES
+        elif slots >= PLACES:
+            slots //= PLACES
+            places = PLACES
     if wanted.in_registers:
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
@@ -199,7 +226,17 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     if stages < wanted.fewest:
         return None
     shared = max(fixed + stages * stage, least)
-    return Plan(stage_blocks, stages, slots, shared, warps, wanted.in_registers, own)
+    return Plan(
+        stage_blocks,
+        stages,
+        slots,
+        shared,
+        warps,
+        wanted.in_registers,
+        own,
+        places=places,
+        holds=holds,
+    )
 
 
 def plan_beside(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
@@ -245,6 +282,7 @@ def fitting_plan(
     alone: bool = False,
     all_warps: bool = False,
     registers_beside: bool = False,
+    lone_row: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
     even that is too much. `all_warps`: those that have no share of the last stages, too;
@@ -260,6 +298,7 @@ def fitting_plan(
         stage_bytes=numbers.gemv.stage_bytes,
         slots=max(1, min(tiles, numbers.gemv.slots // rows)),
         own_bytes=own_bytes(device),
+        lone_row=lone_row,
     )
     if wanted.own_bytes and not all_warps:
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
@@ -375,6 +414,8 @@ def defines(
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
+        **({"PLACES": chosen.places} if chosen.places > 1 else {}),
+        **({"HELD_INPUTS": 1} if chosen.holds else {}),
         **_prefetch(weight.matrix, chosen, device),
         **({"AS_HALVES": 1} if _as_halves(weight.matrix, rows) else {}),
         **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
@@ -411,7 +452,15 @@ def multiply(
     runs = weight.matrix.tiles // pair
     tiles = math.ceil(runs / grid) * pair + balanced
     more = adapted.shared_bytes(tiles) if adapted else 0
-    chosen = fitting_plan(weight.matrix, rows, device, tiles=tiles, more=more, alone=alone)
+    chosen = fitting_plan(
+        weight.matrix,
+        rows,
+        device,
+        tiles=tiles,
+        more=more,
+        alone=alone,
+        lone_row=rows == 1 and not adapted,
+    )
     if chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory"
