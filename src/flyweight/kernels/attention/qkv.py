@@ -245,9 +245,7 @@ def qkv_attention(
     chunk = chunk_of(count, shared=rows.before is not None)
     more = chunk_bytes(shape, chunk, device) + (adapted.shared_bytes(tiles) if adapted else 0)
     lone_row = count == 1 and not adapted
-    chosen = linear_plan(
-        weight, shape, count, device, more, beside=layer.beside, lone_row=lone_row
-    )
+    chosen = linear_plan(weight, shape, count, device, more, beside=layer.beside, lone_row=lone_row)
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
     x, arranged = linear.arranged(x, norm)
     assert arranged is not None
