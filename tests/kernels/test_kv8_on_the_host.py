@@ -5,7 +5,9 @@ from dataclasses import replace
 import host_cuda
 import pytest
 import torch
+from tuning import retune
 
+from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.kernels import reference
 from flyweight.kernels.attention import decode, qkv, rope
@@ -308,6 +310,28 @@ def test_rows_whose_x_stays_in_registers_leave_room(
     loaded = note_kernels(monkeypatch)
     compare_with_apart(format, changes, lengths, before, inputs=1024, exact=False, beside=True)
     assert loaded[-1]["IN_REGISTERS"] == loaded[-1]["BESIDE"] == 1
+
+
+# 5 CTAs, one of them without a head; 16 tiles of q, k and v, of 3 stages each
+@pytest.mark.parametrize(
+    ("lengths", "before", "registers"),
+    [([50], None, 0), ([50], None, 96), ([33, 34, 7, 0], [0, 1, 0, 0], 0)],
+)
+def test_ctas_share_q_k_and_v_evenly_before_hopper(lengths, before, registers, monkeypatch):
+    older = gpu.Gpu(8, 0, 5, 166912, 167936)
+    retune(monkeypatch, gemv=dict(balance_margin=1.0))
+    monkeypatch.setattr(gpu, "of", lambda _: older)
+    monkeypatch.setattr(qkv, "BALANCED", True)
+    monkeypatch.setattr(gemv, "PLACES", 2)
+    monkeypatch.setattr(gemv, "HELD_REGISTERS", registers)
+    gemv.plan.cache_clear()
+    gemv.fitting_plan.cache_clear()
+    loaded = note_kernels(monkeypatch)
+    compare_with_apart(None, {}, lengths, before, inputs=5120)
+    assert loaded[-1]["BALANCED"] == 1
+    assert loaded[-1].get("HELD_INPUTS", 0) == (registers > 0)
+    gemv.plan.cache_clear()
+    gemv.fitting_plan.cache_clear()
 
 
 def note_kernels(monkeypatch):

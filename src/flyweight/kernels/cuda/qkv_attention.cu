@@ -20,6 +20,8 @@
 // empty (all ones) when the kernel starts, so each launch empties those of the launch after it: by then what used
 // them last has ended.
 //
+// BALANCED: the linear is shared out evenly over all CTAs, whatever heads they have, by stages of tiles as in gemv.cu.
+//
 // Limit: bytes of weights and KV / bandwidth, and for short contexts two trips through L2. Before the wait, older tokens,
 // rope and norms are brought to L2: all of them were written before this step began.
 //
@@ -43,7 +45,7 @@
 // like the others, and are waited for only where a result is written.
 //
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), TOGETHER (0),
-// GATED (0)
+// GATED (0), BALANCED (0)
 #ifndef TOGETHER
 #define TOGETHER 0
 #endif
@@ -59,6 +61,11 @@
 #define CHUNK_ARGUMENTS
 #endif
 #include "gemv.cuh"
+#if BALANCED
+#define MAIL_ARGUMENT , float* mail
+#else
+#define MAIL_ARGUMENT
+#endif
 #include "patience.cuh"
 #include "attention.cuh"
 #include "kv8.cuh"
@@ -581,13 +588,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
               Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS BEND_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
+              int table_width, u32* turns MAIL_ARGUMENT CHUNK_ARGUMENTS SCALE_ARGUMENTS BEND_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
 
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
   Shared& sh = *(Shared*)raw;
   const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS;
   const int item = cta / ITEM_CTAS, member = cta % ITEM_CTAS;
+#if !BALANCED
   if (head >= KV_HEADS) {  // stays until the next kernel has surely taken the room that the one before this left on every SM
     launch_dependents();
     wait_for_inputs();
@@ -599,7 +607,18 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       } while (missing<true>(last));
     return count_launch();
   }
-  const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
+  const int first = cta * LOCAL_TILES / HEAD_CTAS, count = (cta + 1) * LOCAL_TILES / HEAD_CTAS - first;
+  const int workers = KV_HEADS * HEAD_CTAS;
+  auto tile_at = [=](int i) { return head_tile(head, first + i); };
+  const Slice slice = slice_at(0);
+  float* const mail = nullptr;
+#else
+  const int workers = gridDim.x, begin = blockIdx.x * TILES * TILE_STAGES / workers, end = (blockIdx.x + 1) * TILES * TILE_STAGES / workers;
+  const int first = begin / TILE_STAGES, last = (end - 1) / TILE_STAGES, count = last + 1 - first;
+  auto tile_at = [=](int i) { return first + i; };
+  Slice slice = slice_at(0);
+  slice.skipped = begin % TILE_STAGES, slice.last = end - last * TILE_STAGES;
+#endif
   const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns ADAPTER_GIVEN};
   const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width,
 #if SOFT_CAP || SINKS
@@ -616,7 +635,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   constexpr int* before = nullptr;
 #endif
 #if TOGETHER
-  const int row_length = lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
+  const int row_length = head < KV_HEADS && lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
   auto early = [&] {
     const Parts parts(row_length, row_back);
     const int own = member / parts.splits;
@@ -624,11 +643,11 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     prefetch(a, part.first, part.length(), part.rows, member % parts.splits, parts.splits, head, lane);
   };
 #else
-  int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
+  int length = head < KV_HEADS && member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
 #endif
-  if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
-              blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
+  if (!linear(sh.linear, arguments, count, tile_at, early, blockIdx.x, workers, slice, mail)) return;
+  if (head >= KV_HEADS) return end_launch(THREADS);
 
   empty(next_qkv, next_states);
 #if TOGETHER
