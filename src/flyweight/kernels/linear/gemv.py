@@ -88,6 +88,7 @@ HELD_SLOTS = 8  # where partial sums lie in place of inputs that are in register
 HALVES_FROM = 3
 # Of a kernel with x in registers that leaves room for another: more have no registers for x
 REGISTER_WARPS = 8
+MOST_WARPS = 0
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -109,9 +110,14 @@ def _own_units(matrix: Matrix, wanted: Wanted) -> int:
 
 
 def _busy_warps(matrix: Matrix, wanted: Wanted) -> int:
-    """The fewest that need no more stages for a tile: shares of more would stay empty."""
+    """The fewest that need no more stages for a tile: shares of more would stay empty. Up to
+    MOST_WARPS where all have one in every stage, and a tile needs fewer stages by that.
+    """
     share = _own_units(matrix, wanted) * _unit_blocks(matrix)
     stages = math.ceil(matrix.blocks / (wanted.warps * share))
+    for warps in range(wanted.warps + 1, MOST_WARPS + 1):
+        if matrix.blocks % (warps * share) == 0 and matrix.blocks // (warps * share) < stages:
+            return warps
     return max(FEWEST_WARPS, math.ceil(matrix.blocks / (stages * share)))
 
 

@@ -40,7 +40,7 @@ def few_rows(
     """
     rows = routed.tile
     device = gpu.of(x.device)
-    plan = gemv.fitting_plan(weight.matrix, rows, device, tiles=16)
+    plan = gemv.fitting_plan(weight.matrix, rows, device, tiles=16, lone_row=rows == 1)
     assert plan is not None
     out = weight.empty_result(routed.rows, x.device)
     defines = gemv.defines(
