@@ -277,7 +277,9 @@ def qkv_attention(
     if balanced and not chosen.in_registers:
         defines["BALANCED"] = 1
         mail = (workspace.current(x.device).mailbox(16 * count * grid),)
-    if KEPT and (kept := 0 if adapted else gemv.kept_stages(weight, count, chosen, device)):
+    if KEPT and (
+        kept := 0 if adapted or chosen.holds else gemv.kept_stages(weight, count, chosen, device)
+    ):
         defines["KEPT"] = kept
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes

@@ -484,7 +484,7 @@ def multiply(
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
     # an adapter's warp leaves no registers for weights
-    if kept := 0 if adapted else kept_stages(weight, rows, chosen, device):
+    if kept := 0 if adapted or chosen.holds else kept_stages(weight, rows, chosen, device):
         flags["KEPT"] = kept
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
