@@ -278,7 +278,7 @@ def qkv_attention(
         defines["BALANCED"] = 1
         mail = (workspace.current(x.device).mailbox(16 * count * grid),)
     if KEPT and (
-        kept := 0 if adapted or chosen.holds else gemv.kept_stages(weight, count, chosen, device)
+        kept := 0 if adapted or chosen.held else gemv.kept_stages(weight, count, chosen, device)
     ):
         defines["KEPT"] = kept
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")

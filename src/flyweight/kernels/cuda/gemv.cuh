@@ -72,8 +72,11 @@
 #ifndef KEPT
 #define KEPT 0
 #endif
-#ifndef HELD_INPUTS  // of one row with OWN_COPIES: a warp keeps its inputs of a tile in registers
+#ifndef HELD_INPUTS  // stages of a tile whose inputs a warp keeps in registers: of one row with OWN_COPIES
 #define HELD_INPUTS 0
+#endif
+#ifndef ALL_HELD  // those of all stages: sums come where inputs were
+#define ALL_HELD 0
 #endif
 #ifndef PLACES  // for partial sums, taken by turns: with two, warps meet once at a round's end
 #define PLACES 1
@@ -123,7 +126,8 @@ static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTER
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
               "a share holds whole groups, or a group whole shares");
 static_assert(!HELD_INPUTS || (OWN_COPIES && ROWS == 1 && FORMAT != BIT_PLANES && !KEPT), "what inputs in registers are for");
-static_assert(!HELD_INPUTS || PLACES * SLOTS * WARPS * 64 <= X_BYTES, "sums come where inputs were");
+static_assert(!ALL_HELD || (HELD_INPUTS == TILE_STAGES && PLACES * SLOTS * WARPS * 64 <= X_BYTES), "sums come where inputs were");
+static_assert(HELD_INPUTS <= TILE_STAGES, "of a tile");
 static_assert(PLACES == 1 || OWN_COPIES, "what two places are for");
 static_assert(!BALANCED || (SLICES == 1 && !IN_REGISTERS), "what balanced runs are for");
 static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
@@ -151,7 +155,7 @@ struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
 #if IN_REGISTERS
   float sums[UNITS][8];  // of x
-#elif HELD_INPUTS
+#elif ALL_HELD
   union __align__(16) {
     u8 x[X_BYTES];
     float partial[PLACES * SLOTS][WARPS][16][ROWS];  // from when inputs are in registers
@@ -162,7 +166,7 @@ struct __align__(128) LinearShared {
   XGroup groups[UNITS][ROWS];
 #endif
   union __align__(16) {
-#if !HELD_INPUTS
+#if !ALL_HELD
     float partial[PLACES * SLOTS][WARPS][16][ROWS];
 #endif
     u16 norm[IN_REGISTERS && NORM ? (SLICE + SLICE % 2) * 64 : 2];  // before there are sums
@@ -460,10 +464,10 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* own, c
 #if HELD_INPUTS
 // This warp's inputs of a tile, of which it has the same blocks in every tile.
 struct HeldInputs {
-  Column of[TILE_STAGES][OWN_BLOCKS];
+  Column of[HELD_INPUTS][OWN_BLOCKS];
   DEVICE HeldInputs(const Inputs& inputs, Slice slice, int warp) {
 #pragma unroll
-    for (int stage = 0; stage < TILE_STAGES; stage++)
+    for (int stage = 0; stage < HELD_INPUTS; stage++)
 #pragma unroll
       for (int b = 0; b < OWN_BLOCKS; b++) {
         const int block = stage * STAGE_BLOCKS + warp * OWN_BLOCKS + b;
@@ -539,7 +543,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   int turn = warp;
 #if HELD_INPUTS
   const HeldInputs held(inputs, slice, warp);
-  named_barrier(1, THREADS);  // sums come where inputs were
+  if (ALL_HELD) named_barrier(1, THREADS);
 #endif
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
@@ -550,7 +554,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     for (int stage = 0; stage < TILE_STAGES; stage++) {  // registers have no index
       if (BALANCED && (stage < from || stage >= to)) continue;
       const u8* here = ring.wait();
-      multiply_held(sh, slice, here, held.of[stage], stage * STAGE_BLOCKS, total, whole, warp, lane);
+      if (stage < HELD_INPUTS) multiply_held(sh, slice, here, held.of[stage < HELD_INPUTS ? stage : 0], stage * STAGE_BLOCKS, total, whole, warp, lane);
+      else multiply_stage(sh, slice, here, inputs, stage * STAGE_BLOCKS, total, whole, warp, lane);
       ring.release();
     }
 #else

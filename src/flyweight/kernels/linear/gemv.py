@@ -43,7 +43,8 @@ class Plan:
     own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
     beside: bool = False  # registers leave room for another kernel, though x is in them
     places: int = 1  # for the partial sums of a round
-    holds: bool = False  # inputs of a tile in a warp's registers
+    held: int = 0  # stages of a tile whose inputs are in a warp's registers
+    all_held: bool = False  # and partial sums where inputs were
 
     @property
     def threads(self) -> int:
@@ -121,13 +122,13 @@ def _busy_warps(matrix: Matrix, wanted: Wanted) -> int:
     return max(FEWEST_WARPS, math.ceil(matrix.blocks / (stages * share)))
 
 
-def _holds_inputs(matrix: Matrix, stage_blocks: int, own_units: int) -> bool:
-    """Whether a warp has registers for its inputs of a tile of 4-bit weights: shared memory is as
+def _held_stages(matrix: Matrix, own_units: int) -> int:
+    """Stages of a tile whose inputs a warp has registers for, of 4-bit weights: shared memory is as
     busy with inputs as with those.
     """
-    stages = math.ceil(matrix.blocks / stage_blocks)
-    registers = 4 * stages * own_units * _unit_blocks(matrix)
-    return matrix.format.name == "int4" and registers <= HELD_REGISTERS
+    if matrix.format.name != "int4":
+        return 0
+    return HELD_REGISTERS // (4 * own_units * _unit_blocks(matrix))
 
 
 def _unit_blocks(matrix: Matrix) -> int:
@@ -208,11 +209,15 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     statistics = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
     partial = slots * warps * 16 * rows * 4
     places = 1
-    holds = False
+    held = 0
+    all_held = False
     if wanted.lone_row and own:
+        in_tile = math.ceil(matrix.blocks / stage_blocks)
+        held = _held_stages(matrix, own)
         room = min(HELD_SLOTS, x_row // (PLACES * warps * 64))
-        holds = room > 0 and _holds_inputs(matrix, stage_blocks, own)
-        if holds:  # sums come where inputs were
+        all_held = in_tile <= held and room > 0
+        held = min(held, in_tile)
+        if all_held:  # sums come where inputs were
             slots = room
             partial = 0
             places = PLACES
@@ -241,7 +246,8 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
         wanted.in_registers,
         own,
         places=places,
-        holds=holds,
+        held=held,
+        all_held=all_held,
     )
 
 
@@ -421,7 +427,8 @@ def defines(
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **({"PLACES": chosen.places} if chosen.places > 1 else {}),
-        **({"HELD_INPUTS": 1} if chosen.holds else {}),
+        **({"HELD_INPUTS": chosen.held} if chosen.held else {}),
+        **({"ALL_HELD": 1} if chosen.all_held else {}),
         **_prefetch(weight.matrix, chosen, device),
         **({"AS_HALVES": 1} if _as_halves(weight.matrix, rows) else {}),
         **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
@@ -484,7 +491,7 @@ def multiply(
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
     # an adapter's warp leaves no registers for weights
-    if kept := 0 if adapted or chosen.holds else kept_stages(weight, rows, chosen, device):
+    if kept := 0 if adapted or chosen.held else kept_stages(weight, rows, chosen, device):
         flags["KEPT"] = kept
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
