@@ -402,9 +402,15 @@ DEVICE void launch_dependents() {
 #ifndef BY_COUNTERS
 #define BY_COUNTERS 0
 #endif
+#ifndef WORKERS  // CTAs that work: those of a launch beyond them take a place on an SM (dependent_launch.cuh)
+#define WORKERS 0
+#endif
+DEVICE int workers() { return WORKERS ? min(WORKERS, (int)gridDim.x) : (int)gridDim.x; }
 #if BY_COUNTERS
 #include "dependent_launch.cuh"
-#define BEGIN_LAUNCH begin_launch(launch_before, launch_own)
+#define BEGIN_LAUNCH                           \
+  begin_launch(launch_before, launch_own);     \
+  if ((int)blockIdx.x >= workers()) return occupy()
 #else
 #define LAUNCH_ARGUMENTS
 #define BEGIN_LAUNCH

@@ -70,6 +70,30 @@ DEVICE void wait_for_inputs() {
   }
   __syncwarp();
 }
+// A CTA that works nothing. An imitated GPU has fewer SMs than the one that is here; were some of those free, two CTAs of a launch would
+// come to one SM while others have none, and that would go on from launch to launch. It stays until the next launch has a place on its SM.
+constexpr u64 OCCUPIED = 3000;  // ns behind the end of the launch before
+DEVICE u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+DEVICE void count_launch();
+DEVICE void occupy() {
+  if (threadIdx.x || !launch.own) return;
+  if (launch.before) {
+    u32 now[1], begun[1];
+    load_relaxed(launch.own, begun);
+    Patience patience;
+    do {
+      patience.poll();
+      asm volatile("nanosleep.u32 200;");
+      load_relaxed(launch.before, now);
+    } while (now[0] - (begun[0] & ~(LAUNCH_ROUND - 1)) < LAUNCH_ROUND);
+  }
+  for (const u64 begin = nanoseconds(); nanoseconds() - begin < OCCUPIED;) asm volatile("nanosleep.u32 500;");
+  count_launch();
+}
 // By thread 0 of a CTA whose results are all written, and seen by that thread (a barrier).
 DEVICE void count_launch() {
   if (threadIdx.x || !launch.own) return;

@@ -608,12 +608,12 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     return count_launch();
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, count = (cta + 1) * LOCAL_TILES / HEAD_CTAS - first;
-  const int workers = KV_HEADS * HEAD_CTAS;
+  const int meeting = KV_HEADS * HEAD_CTAS;
   auto tile_at = [=](int i) { return head_tile(head, first + i); };
   const Slice slice = slice_at(0);
   float* const mail = nullptr;
 #else
-  const int workers = gridDim.x, begin = blockIdx.x * TILES * TILE_STAGES / workers, end = (blockIdx.x + 1) * TILES * TILE_STAGES / workers;
+  const int meeting = workers(), begin = blockIdx.x * TILES * TILE_STAGES / meeting, end = (blockIdx.x + 1) * TILES * TILE_STAGES / meeting;
   const int first = begin / TILE_STAGES, last = (end - 1) / TILE_STAGES, count = last + 1 - first;
   auto tile_at = [=](int i) { return first + i; };
   Slice slice = slice_at(0);
@@ -646,7 +646,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   int length = head < KV_HEADS && member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
 #endif
-  if (!linear(sh.linear, arguments, count, tile_at, early, blockIdx.x, workers, slice, mail)) return;
+  if (!linear(sh.linear, arguments, count, tile_at, early, blockIdx.x, meeting, slice, mail)) return;
   if (head >= KV_HEADS) return end_launch(THREADS);
 
   empty(next_qkv, next_states);
