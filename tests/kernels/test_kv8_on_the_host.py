@@ -315,14 +315,12 @@ def test_rows_whose_x_stays_in_registers_leave_room(
 # 5 CTAs, one of them without a head; 16 tiles of q, k and v, of 3 stages each
 @pytest.mark.parametrize(
     ("lengths", "before", "registers"),
-    [([50], None, 0), ([50], None, 96), ([50], None, 32), ([33, 34, 7, 0], [0, 1, 0, 0], 0)],
+    [([50], None, 0), ([50], None, 96), ([33, 34, 7, 0], [0, 1, 0, 0], 0)],
 )
 def test_ctas_share_q_k_and_v_evenly_before_hopper(lengths, before, registers, monkeypatch):
     older = gpu.Gpu(8, 0, 5, 166912, 167936)
     retune(monkeypatch, gemv=dict(balance_margin=1.0))
     monkeypatch.setattr(gpu, "of", lambda _: older)
-    monkeypatch.setattr(qkv, "BALANCED", True)
-    monkeypatch.setattr(gemv, "PLACES", 2)
     monkeypatch.setattr(gemv, "HELD_REGISTERS", registers)
     gemv.plan.cache_clear()
     gemv.fitting_plan.cache_clear()

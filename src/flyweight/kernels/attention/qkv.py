@@ -34,7 +34,7 @@ from flyweight.kernels.linear.gemv import Plan
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
-BALANCED = False
+BALANCED = True
 KEPT = False
 SHORTEST = 32  # tokens worth a CTA of their own
 HEAD_DIMS = (64, 128, 256)

@@ -90,7 +90,8 @@ constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
 constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
-constexpr int RESULTS_AT_ONCE = TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : 1;  // that a thread adds up
+constexpr int RESULTS = QUERIES * HEAD_DIM, RESULTS_AT_ONCE = TOGETHER && RESULTS >= 4 * THREADS ? 4 : RESULTS >= 2 * THREADS ? 2 : 1;  // that a thread adds up
+constexpr bool ONE_PAGE = PAGE % 16 == 0 && WINDOW == 0;  // a tile lies in
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
 static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
@@ -424,21 +425,37 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens 
 }
 #endif
 
+// Where the tiles of a lane lie that are fetched next: asked for long before, since that takes a trip to L2.
+struct Places {
+  int of[DEPTH + 1];
+};
+DEVICE int tile_place(const Attention& a, int sequence, int begin, int end, int tile) {
+  return ONE_PAGE ? (int)slot_of(a, sequence, max(begin, min(begin + tile * 16, end - 1) / 16 * 16)) : 0;
+}
+DEVICE Places first_places(const Attention& a, int sequence, int begin, int end) {
+  const int index = threadIdx.x / (DIM_PARTS * 32);
+  Places places = {};
+#pragma unroll
+  for (int i = 0; i < (ONE_PAGE ? DEPTH + 1 : 0); i++) places.of[i] = end > begin ? tile_place(a, sequence, begin, end, index + i * LANES) : 0;
+  return places;
+}
+
 // The run [begin, end) of a part's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
 // leaves its states [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched.
 template <typename Prepare>
-DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh, Prepare prepare) {
+DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh, const Places& places, Prepare prepare) {
   constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
   const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
   const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
-  auto fetch = [&](int tile, int slot) {
+  auto fetch = [&](int tile, int slot, int place) {
     if (tile < older)
 #pragma unroll
       for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-          const size_t at = token_at(a, part.first, token, head) + thread % CHUNKS * EACH;
+          const size_t row = ONE_PAGE ? (size_t)(place + i) : slot_of(a, part.first, token);
+          const size_t at = (row * KV_HEADS + head) * HEAD_DIM + thread % CHUNKS * EACH;
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
           copy16(to + SCALES / 2, a.values + at);
@@ -458,7 +475,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   };
   if (index < LANES)
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++) fetch(index + i * LANES, i);
+    for (int i = 0; i < DEPTH; i++) fetch(index + i * LANES, i, places.of[i]);
   prepare();
   named_barrier(1, THREADS);
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
@@ -466,6 +483,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   const int dims = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
   Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
+  int coming = places.of[DEPTH];
   for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
     meet();
@@ -481,7 +499,8 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
     absorb(run, sh.query[0], keys, values + dims, tokens, a.scale, a.soft_cap, lane);
 #endif
     meet();
-    fetch(tile + DEPTH * LANES, slot);
+    fetch(tile + DEPTH * LANES, slot, coming);
+    if (ONE_PAGE && end > begin) coming = tile_place(a, part.first, begin, end, tile + (DEPTH + 1) * LANES);
     if (++slot == DEPTH) slot = 0;
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
@@ -516,7 +535,10 @@ template <int N> DEVICE Merged<N> merge_lanes(const Shared& sh, int count, int h
     const float weight = exp2_fast(limit[i] - r.most);
     if (i < count) {
       r.sum += weight * state[i * STEP + HEAD_DIM + 1];
-      if constexpr (N == 4) {
+      if constexpr (N == 2) {
+        const float2 two = *(const float2*)(state + i * STEP + d);
+        r.values[0] += weight * two.x, r.values[1] += weight * two.y;
+      } else if constexpr (N == 4) {
         const float4 four = *(const float4*)(state + i * STEP + d);
         r.values[0] += weight * four.x, r.values[1] += weight * four.y, r.values[2] += weight * four.z, r.values[3] += weight * four.w;
       } else {
@@ -646,10 +668,13 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   int length = head < KV_HEADS && member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
 #endif
+#if CHUNK == 1
+  const Run first_run = run_of(length, member % SPLITS, SPLITS);
+  const Places known = first_places(a, member / SPLITS, first_run.begin, length ? min(first_run.end, length - 1) : 0);
+#endif
   if (!linear(sh.linear, arguments, count, tile_at, early, blockIdx.x, meeting, slice, mail)) return;
   if (head >= KV_HEADS) return end_launch(THREADS);
 
-  empty(next_qkv, next_states);
 #if TOGETHER
   const Parts parts(row_length, row_back);
 #else
@@ -667,7 +692,12 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     const Run run = run_of(part.length(), split, splits, part.rows);
     if (split >= run.used) continue;
     const int fresh = run.end == part.length() ? part.fresh : 0, end = max(run.begin, min(run.end, part.older));
-    const int count = attend(sh, a, part, head, run.begin, end, fresh, [&] {
+#if CHUNK == 1
+    const Places places = index == own ? known : first_places(a, part.first, run.begin, end);
+#else
+    const Places places = first_places(a, part.first, run.begin, end);
+#endif
+    const int count = attend(sh, a, part, head, run.begin, end, fresh, places, [&] {
       const int queries = part.rows * G, tasks = queries + 2 * fresh;
       for (int task = warp; task < tasks; task += WARPS * AT_ONCE) {
         HeadSource sources[AT_ONCE];
@@ -718,7 +748,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
         const float sum = state.sum + sunk(a, h % G, state.most);
 #pragma unroll
         for (int j = 0; j < N; j++)
-          target[(size_t)(h / G) * HEADS * HEAD_DIM + h % G * HEAD_DIM + d + j] = to_bits(state.values[j] / sum * factors.factor(i % 2));
+          target[(size_t)(h / G) * HEADS * HEAD_DIM + h % G * HEAD_DIM + d + j] = to_bits(state.values[j] / sum * factors.factor((i + j) % 2));
       } else {
         store_relaxed(mine + h * STATE + d, state.values);
         if (d < 2 * N && d % N == 0) store_relaxed(mine + h * STATE + HEAD_DIM + d / N, d ? state.sum : state.most);
@@ -727,5 +757,6 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     if (run.used > 1) gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, split, run.used, warp, lane);
     if (index + ITEM_CTAS / splits < parts.count) named_barrier(1, THREADS);  // before others fetch over the states
   }
+  empty(next_qkv, next_states);
   end_launch(THREADS);
 }

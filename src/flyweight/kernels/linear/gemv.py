@@ -81,8 +81,9 @@ class Wanted:
     lone_row: bool = False  # one, without an adapter
 
 
-PLACES = 1  # for partial sums of a lone row, where warps copy for themselves
-HELD_REGISTERS = 0  # that a warp's inputs of a tile may take
+PLACES = 2  # for partial sums where inputs are in registers: warps then meet once at a round's end
+PARTLY_HELD = False
+HELD_REGISTERS = 32  # that a warp's inputs of a tile may take
 HELD_SLOTS = 8  # where partial sums lie in place of inputs that are in registers
 # Rows from which on codes in planes, of groups smaller than a block, are multiplied as 16-bit
 # floats
@@ -221,9 +222,8 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
             slots = room
             partial = 0
             places = PLACES
-        elif slots >= PLACES:
-            slots //= PLACES
-            places = PLACES
+        elif not PARTLY_HELD:
+            held = 0
     if wanted.in_registers:
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
