@@ -426,6 +426,9 @@ DEVICE void wait_for_inputs() {
 #endif
 // A CTA without work. Where it left at once, two CTAs of the next kernel would share its SM and another SM would get none.
 DEVICE void stay() {
+#if BY_COUNTERS
+  return occupy();
+#endif
   launch_dependents();
   wait_for_inputs();
   const u32 begin = cycles();  // by then the next kernel has taken the room that the one before this left

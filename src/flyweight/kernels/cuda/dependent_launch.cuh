@@ -70,8 +70,9 @@ DEVICE void wait_for_inputs() {
   }
   __syncwarp();
 }
-// A CTA that works nothing. An imitated GPU has fewer SMs than the one that is here; were some of those free, two CTAs of a launch would
-// come to one SM while others have none, and that would go on from launch to launch. It stays until the next launch has a place on its SM.
+// A CTA without work. Were its SM free, two CTAs of the next launch could come there while another SM gets none, and that would go on from
+// launch to launch. So it stays until the next one has surely been placed, which is some two microseconds after the launch before has ended.
+// Launches of an imitated GPU have such CTAs for the SMs that it has not.
 constexpr u64 OCCUPIED = 3000;  // ns behind the end of the launch before
 DEVICE u64 nanoseconds() {
   u64 now;
