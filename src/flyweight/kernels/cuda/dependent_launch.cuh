@@ -82,18 +82,21 @@ DEVICE u64 nanoseconds() {
 DEVICE void count_launch();
 DEVICE void occupy() {
   if (threadIdx.x || !launch.own) return;
-  if (launch.before) {
-    u32 now[1], begun[1];
-    load_relaxed(launch.own, begun);
-    Patience patience;
-    do {
-      patience.poll();
-      asm volatile("nanosleep.u32 200;");
-      load_relaxed(launch.before, now);
-    } while (now[0] - (begun[0] & ~(LAUNCH_ROUND - 1)) < LAUNCH_ROUND);
+  u32 now[1], begun[1];
+  load_relaxed(launch.own, begun);
+  begun[0] &= ~(LAUNCH_ROUND - 1);
+  count_launch();  // it writes nothing that the next launch could wait for
+  Patience patience;
+  for (now[0] = begun[0]; launch.before && now[0] - begun[0] < LAUNCH_ROUND;) {
+    patience.poll();
+    asm volatile("nanosleep.u32 200;");
+    load_relaxed(launch.before, now);
   }
-  for (const u64 begin = nanoseconds(); nanoseconds() - begin < OCCUPIED;) asm volatile("nanosleep.u32 500;");
-  count_launch();
+  now[0] = begun[0];
+  for (const u64 begin = nanoseconds(); nanoseconds() - begin < OCCUPIED && now[0] - begun[0] < LAUNCH_ROUND;) {
+    asm volatile("nanosleep.u32 300;");
+    load_relaxed(launch.own, now);  // all others have ended: then SMs are alike
+  }
 }
 // By thread 0 of a CTA whose results are all written, and seen by that thread (a barrier).
 DEVICE void count_launch() {
