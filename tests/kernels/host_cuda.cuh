@@ -384,7 +384,6 @@ DEVICE void wait_for_inputs() {}
 #define LAUNCH_ARGUMENTS
 #define BEGIN_LAUNCH
 DEVICE void count_launch() {}
-DEVICE int workers() { return gridDim.x; }
 DEVICE void end_launch(int) {}
 DEVICE void stay() {}
 DEVICE float warp_sum(float v) {

@@ -69,7 +69,7 @@ FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 # as GPUs before Hopper run linears of few rows
 OLDER = dict(WARPS=8, STAGE_BLOCKS=16, OWN_COPIES=1, OWN_UNITS=1, BY_COUNTERS=1)
 # their inputs of a tile in registers, and sums where inputs were
-ALL_HELD = dict(HELD_INPUTS=4, ALL_HELD=1, PLACES=2, SLOTS=4)
+HELD_INPUTS = dict(HELD_INPUTS=1, SLOTS=4)
 # x in registers
 REGISTERS = dict(ROWS=8, WARPS=8, STAGES=3, STAGE_BLOCKS=32, SLOTS=2, IN_REGISTERS=1)
 MMA = LINEAR | dict(
@@ -185,9 +185,9 @@ CASES = [
     ),
     ("gemv.cu", GEMV | OLDER | dict(FORMAT=1, BALANCED=1, PREFETCHED=8)),
     ("gemv.cu", GEMV | OLDER | dict(FORMAT=2, BALANCED=1, KEPT=3)),
-    ("gemv.cu", GEMV | OLDER | dict(FORMAT=1, BALANCED=1, WORKERS=108) | ALL_HELD),
+    ("gemv.cu", GEMV | OLDER | dict(FORMAT=1, BALANCED=1) | HELD_INPUTS),
     ("gemv_split.cu", GEMV | OLDER | dict(FORMAT=2, ROWS=8, SLOTS=2, SLICES=4)),
-    ("qkv_attention.cu", FUSED | OLDER | dict(FORMAT=1, BALANCED=1, WORKERS=108) | ALL_HELD),
+    ("qkv_attention.cu", FUSED | OLDER | dict(FORMAT=1) | HELD_INPUTS),
     ("qkv_attention.cu", FUSED | OLDER | dict(FORMAT=2, HEAD_CTAS=13)),
     ("few.cu", LINEAR | FEW),
     ("few.cu", LINEAR | FEW | dict(NORM=1, EPILOGUE=2)),

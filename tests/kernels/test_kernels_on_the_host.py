@@ -115,7 +115,8 @@ def test_few_rows_are_multiplied_with_weights_that_each_warp_copies(kind, rows, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns", "warps"), [("int4:128", 2560, 5), ("w8a8", 2560, 7), ("int4:128", 64, 4)]
+    ("kind", "columns", "warps"),
+    [("int4:128", 2560, 5), ("w8a8", 2560, 7), ("int4:128", 64, 4)],
 )
 def test_warps_that_would_have_no_share_of_a_stage_are_left_out(kind, columns, warps, monkeypatch):
     monkeypatch.setattr(gpu, "of", lambda _: OLDER)
@@ -130,6 +131,41 @@ def test_warps_that_would_have_no_share_of_a_stage_are_left_out(kind, columns, w
         )
         < 1e-2
     )
+
+
+# Shares of 4 blocks: 5, 7, 9, 10, 11 and 16 of them, with a ragged last one, and of one block.
+@pytest.mark.parametrize(
+    ("kind", "columns", "warps"),
+    [
+        ("int4:128", 1280, 5),
+        ("int4:64", 1792, 7),
+        ("int4:128", 2304, 9),
+        ("int4:32", 2560, 10),
+        ("int4:128", 2752, 6),
+        ("int4:128", 4096, 8),
+        ("int4:4096", 4096, 8),
+    ],
+)
+def test_one_row_of_4_bits_is_multiplied_from_registers_before_hopper(
+    kind, columns, warps, monkeypatch
+):
+    """More tiles than a CTA has places for sums, so that both places are taken by turns."""
+    monkeypatch.setattr(gpu, "of", lambda _: OLDER)
+    tensor, x = make(kind, (1720, columns), 1), torch.randn(1, columns).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    chosen = gemv.fitting_plan(weight.matrix, 1, OLDER, tiles=23, lone_row=True)
+    assert (chosen.held_inputs, chosen.warps) == (True, warps)
+    assert error(gemv.multiply(weight, x), tensor.matmul_reference(x)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "rows"), [("int4:128", 12288, 1), ("int4:128", 640, 2)]
+)
+def test_inputs_stay_in_shared_memory_where_registers_end(kind, columns, rows):
+    weight = tiles.prepare(make(kind, (40, columns), 1), dtype=torch.bfloat16)
+    for device, lone in (OLDER, rows == 1), (host_cuda.HOST, True):
+        chosen = gemv.fitting_plan(weight.matrix, rows, device, tiles=3, lone_row=lone)
+        assert not chosen.held_inputs
 
 
 @pytest.mark.parametrize("held", [1, 9])

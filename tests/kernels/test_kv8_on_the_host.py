@@ -5,7 +5,6 @@ from dataclasses import replace
 import host_cuda
 import pytest
 import torch
-from tuning import retune
 
 from flyweight import gpu
 from flyweight.batch import KVStorage
@@ -312,24 +311,24 @@ def test_rows_whose_x_stays_in_registers_leave_room(
     assert loaded[-1]["IN_REGISTERS"] == loaded[-1]["BESIDE"] == 1
 
 
-# 5 CTAs, one of them without a head; 16 tiles of q, k and v, of 3 stages each
+# 5 CTAs, one of them without a head; rows of 16 and of 8 bits, first tokens, two pages and more
 @pytest.mark.parametrize(
-    ("lengths", "before", "registers"),
-    [([50], None, 0), ([50], None, 96), ([33, 34, 7, 0], [0, 1, 0, 0], 0)],
+    ("format", "changes", "lengths"),
+    [
+        (None, {}, [50]),
+        (None, {}, [1]),
+        (None, dict(head_dim=128, rotary=128), [81]),
+        (None, dict(page=32), [70]),
+        (None, dict(window=40), [90]),
+        (INT8, {}, [66]),
+        (None, {}, [33, 96, 7, 0]),
+    ],
 )
-def test_ctas_share_q_k_and_v_evenly_before_hopper(lengths, before, registers, monkeypatch):
-    older = gpu.Gpu(8, 0, 5, 166912, 167936)
-    retune(monkeypatch, gemv=dict(balance_margin=1.0))
-    monkeypatch.setattr(gpu, "of", lambda _: older)
-    monkeypatch.setattr(gemv, "HELD_REGISTERS", registers)
-    gemv.plan.cache_clear()
-    gemv.fitting_plan.cache_clear()
+def test_qkv_with_attention_before_hopper_is_as_both_apart(format, changes, lengths, monkeypatch):
+    monkeypatch.setattr(gpu, "of", lambda _: gpu.Gpu(8, 0, 5, 166912, 167936))
     loaded = note_kernels(monkeypatch)
-    compare_with_apart(None, {}, lengths, before, inputs=5120)
-    assert loaded[-1]["BALANCED"] == 1
-    assert ("ALL_HELD" in loaded[-1]) == (registers > 64)
-    gemv.plan.cache_clear()
-    gemv.fitting_plan.cache_clear()
+    compare_with_apart(format, changes, lengths, None, inputs=1280)
+    assert loaded[-1].get("HELD_INPUTS", 0) == (len(lengths) == 1)
 
 
 def note_kernels(monkeypatch):

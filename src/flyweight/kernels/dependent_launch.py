@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flyweight import gpu
 from flyweight.gpu import Gpu
 from flyweight.kernels import imitation
 
@@ -49,9 +48,6 @@ SOURCES = {
     "vptq.cu",
 }
 DEFINE = {"BY_COUNTERS": 1}
-# Of those the ones that have a block for every SM: on a GPU with more SMs than the one it imitates
-# blocks without work take the others (cuda/dependent_launch.cuh)
-FILLING = {"experts.cu", "gemv.cu", "qkv_attention.cu"}
 WORDS = 1 << 16  # of a block of counters
 WORD = 4
 CAPTURING = 1  # of CUstreamCaptureStatus
@@ -62,20 +58,7 @@ enabled = os.environ.get("FLYWEIGHT_OVERLAP", "0") == "1"
 
 def defines(file: str, device: Gpu) -> dict[str, int]:
     """What a source is compiled with besides."""
-    if file not in SOURCES or device.has_dependent_launch:
-        return {}
-    return DEFINE | ({"WORKERS": device.processors} if file in FILLING else {})
-
-
-def filled(grid: tuple[int, ...], device: int) -> tuple[int, ...]:
-    """A block for every SM that is there, where a launch has one for each of the imitated GPU."""
-    there = _processors(device)
-    return (there,) if grid == (gpu.of(device).processors,) else grid
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    return gpu.real(device).processors
+    return DEFINE if file in SOURCES and not device.has_dependent_launch else {}
 
 
 class Room(enum.Enum):

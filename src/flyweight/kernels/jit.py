@@ -145,7 +145,6 @@ class Kernel:
         self._shared: dict[int, int] = {}  # bytes that each device allows a launch
         self.waits = False  # for other blocks of its launch, perhaps
         self.counts = False  # and waits for counters of other launches: cuda/dependent_launch.cuh
-        self.fills = False  # has blocks for SMs that an imitated GPU has not
         self._together: set[tuple[int, int]] = set()  # launches whose blocks all run at once
         # a CUkernel may stand for a CUfunction
         self._driver = driver
@@ -206,16 +205,14 @@ class Kernel:
             self._allow_shared(shared, device)
         stream = torch._C._cuda_getCurrentRawStream(device)
         grids = (grid,) if isinstance(grid, int) else tuple(grid)
+        overlapping = pdl and _overlap.get() and gpu.of(device).has_dependent_launch
+        config = _launch_config(grids, block, shared, overlapping, cluster or 1, stream)
+        if self.waits and (id(config), device) not in self._together:
+            self._check_together(config, grids, device)
         link = None
         if self.counts:
             args = (*args, None, None)
             link = self._link(stream, device, grids, block, shared) if pdl else None
-        filled = link is not None and self.fills
-        whole = dependent_launch.filled(grids, device) if filled else grids
-        overlapping = pdl and _overlap.get() and gpu.of(device).has_dependent_launch
-        config = _launch_config(whole, block, shared, overlapping, cluster or 1, stream)
-        if self.waits and (id(config), device) not in self._together:
-            self._check_together(config, grids, device)
         values = [
             0 if a is None else a if type(a) in (int, float, bytes) else a.data_ptr() for a in args
         ]
@@ -269,7 +266,6 @@ class Module:
         self, file: str, code: bytes, registers: int | None = None, *, counts: bool = False
     ) -> None:
         self._counts = counts
-        self._fills = counts and file in dependent_launch.FILLING
         self._library = library.load(file, code, registers)
         self._waits = stall.watch(self._library, file)
 
@@ -278,7 +274,6 @@ class Module:
         found = self.kernel_class(library.handle(self._library, name), name)
         found.waits = self._waits
         found.counts = self._counts
-        found.fills = self._fills
         return found
 
 

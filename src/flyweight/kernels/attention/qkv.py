@@ -17,7 +17,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.gpu import Gpu
-from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels import jit
 from flyweight.kernels.attention.decode import (
     CHUNK,
     COLUMNS,
@@ -34,8 +34,6 @@ from flyweight.kernels.linear.gemv import Plan
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
-BALANCED = True
-KEPT = False
 SHORTEST = 32  # tokens worth a CTA of their own
 HEAD_DIMS = (64, 128, 256)
 # Where a row alone would have up to so many runs, a CTA takes several rows of a sequence at once
@@ -110,15 +108,6 @@ def most_tiles(shape: HeadShape, device: Gpu) -> int:
     return math.ceil(head_tiles(shape) / head_ctas(shape, device))
 
 
-def is_balanced(shape: HeadShape, device: Gpu) -> bool:
-    """Whether all CTAs share the linear evenly, instead of those of a head its tiles."""
-    tiles = shape.width // 16
-    longest = most_tiles(shape, device) * device.processors / tiles
-    return (
-        BALANCED and tiles >= device.processors and longest > tuned.of(device).gemv.balance_margin
-    )
-
-
 def chunk_of(rows: int, *, shared: bool) -> int:
     """Rows of a step that may be of one sequence."""
     return min(rows, CHUNK) if shared else 1
@@ -154,7 +143,7 @@ def linear_plan(
     lone_row: bool = False,
 ) -> Plan | None:
     """`more`: bytes of shared memory that are needed besides; `beside`: all kernels of the layer
-    leave each other room.
+    leave each other room; `lone_row`: one, without an adapter.
     """
     tiles = most_tiles(shape, device)
     own = more + shape.item_heads * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
@@ -253,7 +242,6 @@ def qkv_attention(
     ctas = head_ctas(shape, device)
     tiles = most_tiles(shape, device)
     adapted = rows.adapted
-    balanced = is_balanced(shape, device) and adapted is None
     chunk = chunk_of(count, shared=rows.before is not None)
     more = chunk_bytes(shape, chunk, device) + (adapted.shared_bytes(tiles) if adapted else 0)
     lone_row = count == 1 and not adapted
@@ -271,16 +259,6 @@ def qkv_attention(
         | ({"CHUNK": chunk} if chunk > 1 else {})
         | ({"TOGETHER": 1} if rows_together(shape, chunk, device) > 1 else {})
     )
-    # one on every SM, so that all offer the same room
-    grid = max(shape.kv_heads * ctas, device.processors)
-    mail = ()
-    if balanced and not chosen.in_registers:
-        defines["BALANCED"] = 1
-        mail = (workspace.current(x.device).mailbox(16 * count * grid),)
-    if KEPT and (
-        kept := 0 if adapted or chosen.held else gemv.kept_stages(weight, count, chosen, device)
-    ):
-        defines["KEPT"] = kept
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes
     args = (
@@ -306,12 +284,13 @@ def qkv_attention(
         float(layer.scale),
         rows.tables.shape[1],
         gemv.tickets(weight, count, x.device, beside=layer.beside),
-        *mail,
         *((rows.before,) if chunk > 1 else ()),
         *eight_bit_arguments(cache),
         *layer.bend_arguments,
         *(adapted.arguments if adapted else ()),
     )
+    # one on every SM, so that all offer the same room
+    grid = max(shape.kv_heads * ctas, device.processors)
     threads = chosen.threads + 32 * (adapted is not None)
     kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True)
     return out

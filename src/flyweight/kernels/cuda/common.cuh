@@ -405,15 +405,9 @@ DEVICE void launch_dependents() {
 #ifndef BY_COUNTERS
 #define BY_COUNTERS 0
 #endif
-#ifndef WORKERS  // CTAs that work: those of a launch beyond them take a place on an SM (dependent_launch.cuh)
-#define WORKERS 0
-#endif
-DEVICE int workers() { return WORKERS ? min(WORKERS, (int)gridDim.x) : (int)gridDim.x; }
 #if BY_COUNTERS
 #include "dependent_launch.cuh"
-#define BEGIN_LAUNCH                           \
-  begin_launch(launch_before, launch_own);     \
-  if ((int)blockIdx.x >= workers()) return occupy()
+#define BEGIN_LAUNCH begin_launch(launch_before, launch_own)
 #else
 #define LAUNCH_ARGUMENTS
 #define BEGIN_LAUNCH
@@ -426,9 +420,6 @@ DEVICE void wait_for_inputs() {
 #endif
 // A CTA without work. Where it left at once, two CTAs of the next kernel would share its SM and another SM would get none.
 DEVICE void stay() {
-#if BY_COUNTERS
-  return occupy();
-#endif
   launch_dependents();
   wait_for_inputs();
   const u32 begin = cycles();  // by then the next kernel has taken the room that the one before this left

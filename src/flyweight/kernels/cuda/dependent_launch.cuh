@@ -70,34 +70,6 @@ DEVICE void wait_for_inputs() {
   }
   __syncwarp();
 }
-// A CTA without work. Were its SM free, two CTAs of the next launch could come there while another SM gets none, and that would go on from
-// launch to launch. So it stays until the next one has surely been placed, which is some two microseconds after the launch before has ended.
-// Launches of an imitated GPU have such CTAs for the SMs that it has not.
-constexpr u64 OCCUPIED = 3000;  // ns behind the end of the launch before
-DEVICE u64 nanoseconds() {
-  u64 now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-DEVICE void count_launch();
-DEVICE void occupy() {
-  if (threadIdx.x || !launch.own) return;
-  u32 now[1], begun[1];
-  load_relaxed(launch.own, begun);
-  begun[0] &= ~(LAUNCH_ROUND - 1);
-  count_launch();  // it writes nothing that the next launch could wait for
-  Patience patience;
-  for (now[0] = begun[0]; launch.before && now[0] - begun[0] < LAUNCH_ROUND;) {
-    patience.poll();
-    asm volatile("nanosleep.u32 200;");
-    load_relaxed(launch.before, now);
-  }
-  now[0] = begun[0];
-  for (const u64 begin = nanoseconds(); nanoseconds() - begin < OCCUPIED && now[0] - begun[0] < LAUNCH_ROUND;) {
-    asm volatile("nanosleep.u32 300;");
-    load_relaxed(launch.own, now);  // all others have ended: then SMs are alike
-  }
-}
 // By thread 0 of a CTA whose results are all written, and seen by that thread (a barrier).
 DEVICE void count_launch() {
   if (threadIdx.x || !launch.own) return;

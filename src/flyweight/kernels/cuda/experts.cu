@@ -46,8 +46,8 @@ struct Part {  // of some tiles, a CTA's
   int first, count;
 };
 DEVICE Part part_of(int tiles) {
-  const int first = (int)((long long)blockIdx.x * tiles / workers());
-  return {first, (int)((long long)(blockIdx.x + 1) * tiles / workers()) - first};
+  const int first = (int)((long long)blockIdx.x * tiles / gridDim.x);
+  return {first, (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first};
 }
 #if !CHOOSES
 DEVICE int tile_of(int expert, int tile) {
@@ -95,7 +95,7 @@ DEVICE void multiply_joined(LinearShared& sh, const Linear& a, const int* slots,
 DEVICE void multiply_slots(LinearShared& sh, Linear a, const u16* X, int used, const int* expert_of) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tiles = used * TILES;
-  const int ctas = workers(), index = blockIdx.x, fewest = ctas / used;  // of a slot
+  const int ctas = gridDim.x, index = blockIdx.x, fewest = ctas / used;  // of a slot
   int first = (int)((long long)index * tiles / ctas), count = (int)((long long)(index + 1) * tiles / ctas) - first;
   if (PER_SLOT && fewest > 0 && (TILES + fewest - 1) / fewest <= (tiles + ctas - 1) / ctas + 1) {
     const int slot = index * used / ctas, begin = (slot * ctas + used - 1) / used, own = ((slot + 1) * ctas + used - 1) / used - begin;

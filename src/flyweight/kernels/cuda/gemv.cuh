@@ -31,7 +31,8 @@
 //
 // OWN_COPIES (before Hopper): no producer. A warp copies the blocks that it will multiply itself, and waits for its own copies: nobody
 // polls a barrier, which older hardware does in a loop that takes the place of other warps' instructions. A stage then is OWN_UNITS
-// units of each warp, and a tile's ends may leave some of them without. KEPT stages behind the ring's it fetches into registers before
+// units of each warp, and a tile's ends may leave some of them without. Of one row a warp has the same inputs in every tile, and may hold
+// them in registers (HELD_INPUTS). KEPT stages behind the ring's it fetches into registers before
 // x is there, and multiplies them in their turn, while the ring fills again.
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
@@ -40,7 +41,7 @@
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
 // STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BESIDE (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
-// AS_HALVES (0), BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, KEPT (0), SLOT_BLOCKS (0: experts_sum.cu)
+// AS_HALVES (0), BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, KEPT (0), HELD_INPUTS (0), SLOT_BLOCKS (0: experts_sum.cu)
 #ifndef SLOT_BLOCKS
 #define SLOT_BLOCKS 0  // blocks of a tile that one expert has: inputs are those of several, one after the other
 #endif
@@ -72,14 +73,8 @@
 #ifndef KEPT
 #define KEPT 0
 #endif
-#ifndef HELD_INPUTS  // stages of a tile whose inputs a warp keeps in registers: of one row with OWN_COPIES
+#ifndef HELD_INPUTS  // of one row with OWN_COPIES: a warp keeps its inputs of a tile in registers, and sums come where inputs were
 #define HELD_INPUTS 0
-#endif
-#ifndef ALL_HELD  // those of all stages: sums come where inputs were
-#define ALL_HELD 0
-#endif
-#ifndef PLACES  // for partial sums, taken by turns: with two, warps meet once at a round's end
-#define PLACES 1
 #endif
 #ifndef PREFETCHED
 #define PREFETCHED 0  // stages that a producer brings to L2 while it waits for inputs
@@ -95,6 +90,7 @@ static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
 constexpr bool QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;     // of blocks have sums of x: gemv_bits.cuh
 constexpr bool IN_QUARTERS = QUARTERS && !AS_HALVES;                 // columns of B are
 static_assert(!AS_HALVES || QUARTERS, "what it is for");
+constexpr int PLACES = HELD_INPUTS ? 2 : 1;  // for partial sums, by turns: with two, warps meet once at a round's end
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -126,9 +122,7 @@ static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTER
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
               "a share holds whole groups, or a group whole shares");
 static_assert(!HELD_INPUTS || (OWN_COPIES && ROWS == 1 && FORMAT != BIT_PLANES && !KEPT), "what inputs in registers are for");
-static_assert(!ALL_HELD || (HELD_INPUTS == TILE_STAGES && PLACES * SLOTS * WARPS * 64 <= X_BYTES), "sums come where inputs were");
-static_assert(HELD_INPUTS <= TILE_STAGES, "of a tile");
-static_assert(PLACES == 1 || OWN_COPIES, "what two places are for");
+static_assert(!HELD_INPUTS || PLACES * SLOTS * WARPS * 64 <= X_BYTES, "sums come where inputs were");
 static_assert(!BALANCED || (SLICES == 1 && !IN_REGISTERS), "what balanced runs are for");
 static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
@@ -155,7 +149,7 @@ struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
 #if IN_REGISTERS
   float sums[UNITS][8];  // of x
-#elif ALL_HELD
+#elif HELD_INPUTS
   union __align__(16) {
     u8 x[X_BYTES];
     float partial[PLACES * SLOTS][WARPS][16][ROWS];  // from when inputs are in registers
@@ -166,7 +160,7 @@ struct __align__(128) LinearShared {
   XGroup groups[UNITS][ROWS];
 #endif
   union __align__(16) {
-#if !ALL_HELD
+#if !HELD_INPUTS
     float partial[PLACES * SLOTS][WARPS][16][ROWS];
 #endif
     u16 norm[IN_REGISTERS && NORM ? (SLICE + SLICE % 2) * 64 : 2];  // before there are sums
@@ -464,10 +458,10 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* own, c
 #if HELD_INPUTS
 // This warp's inputs of a tile, of which it has the same blocks in every tile.
 struct HeldInputs {
-  Column of[HELD_INPUTS][OWN_BLOCKS];
+  Column of[TILE_STAGES][OWN_BLOCKS];
   DEVICE HeldInputs(const Inputs& inputs, Slice slice, int warp) {
 #pragma unroll
-    for (int stage = 0; stage < HELD_INPUTS; stage++)
+    for (int stage = 0; stage < TILE_STAGES; stage++)
 #pragma unroll
       for (int b = 0; b < OWN_BLOCKS; b++) {
         const int block = stage * STAGE_BLOCKS + warp * OWN_BLOCKS + b;
@@ -543,7 +537,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   int turn = warp;
 #if HELD_INPUTS
   const HeldInputs held(inputs, slice, warp);
-  if (ALL_HELD) named_barrier(1, THREADS);
+  named_barrier(1, THREADS);  // before sums come there
 #endif
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
@@ -554,8 +548,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     for (int stage = 0; stage < TILE_STAGES; stage++) {  // registers have no index
       if (BALANCED && (stage < from || stage >= to)) continue;
       const u8* here = ring.wait();
-      if (stage < HELD_INPUTS) multiply_held(sh, slice, here, held.of[stage < HELD_INPUTS ? stage : 0], stage * STAGE_BLOCKS, total, whole, warp, lane);
-      else multiply_stage(sh, slice, here, inputs, stage * STAGE_BLOCKS, total, whole, warp, lane);
+      multiply_held(sh, slice, here, held.of[stage], stage * STAGE_BLOCKS, total, whole, warp, lane);
       ring.release();
     }
 #else
@@ -576,7 +569,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       ring.release();
     }
 #endif
-#if PLACES > 1
+#if HELD_INPUTS
     auto& partial = sh.partial[rounds.place + tile - done][warp];
 #else
     auto& partial = sh.partial[tile - done][warp];
@@ -607,7 +600,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
-#if PLACES > 1
+#if HELD_INPUTS
       rounds.place = SLOTS - rounds.place;  // sums that are being added stay until all have met again
 #endif
       done = tile + 1;

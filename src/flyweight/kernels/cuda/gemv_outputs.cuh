@@ -25,7 +25,7 @@ template <typename TileAt> struct Rounds {
   Slice slice;
   float* mail;  // BALANCED: [CTA, 16, row]
   Output o;
-  int place = 0;  // of this round's partial sums
+  int place = 0;  // of this round's partial sums (HELD_INPUTS)
   DEVICE void begin(int first) {
     o = {};
     const int i = threadIdx.x;

@@ -20,8 +20,6 @@
 // empty (all ones) when the kernel starts, so each launch empties those of the launch after it: by then what used
 // them last has ended.
 //
-// BALANCED: the linear is shared out evenly over all CTAs, whatever heads they have, by stages of tiles as in gemv.cu.
-//
 // Limit: bytes of weights and KV / bandwidth, and for short contexts two trips through L2. Before the wait, older tokens,
 // rope and norms are brought to L2: all of them were written before this step began.
 //
@@ -45,7 +43,7 @@
 // like the others, and are waited for only where a result is written.
 //
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), TOGETHER (0),
-// GATED (0), BALANCED (0)
+// GATED (0)
 #ifndef TOGETHER
 #define TOGETHER 0
 #endif
@@ -61,11 +59,6 @@
 #define CHUNK_ARGUMENTS
 #endif
 #include "gemv.cuh"
-#if BALANCED
-#define MAIL_ARGUMENT , float* mail
-#else
-#define MAIL_ARGUMENT
-#endif
 #include "patience.cuh"
 #include "attention.cuh"
 #include "kv8.cuh"
@@ -90,8 +83,10 @@ constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
 constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
-constexpr int RESULTS = QUERIES * HEAD_DIM, RESULTS_AT_ONCE = TOGETHER && RESULTS >= 4 * THREADS ? 4 : RESULTS >= 2 * THREADS ? 2 : 1;  // that a thread adds up
-constexpr bool ONE_PAGE = PAGE % 16 == 0 && WINDOW == 0;  // a tile lies in
+constexpr int RESULTS = QUERIES * HEAD_DIM;
+constexpr int RESULTS_AT_ONCE = TOGETHER && RESULTS >= 4 * THREADS ? 4 : OWN_COPIES && RESULTS >= 2 * THREADS ? 2 : 1;  // that a thread adds up
+// Before Hopper, where tiles lie in one page each: where they lie is asked for ahead of the linear. On Hopper this has not been timed.
+constexpr bool EARLY_PLACES = OWN_COPIES && PAGE % 16 == 0 && WINDOW == 0;
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
 static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
@@ -425,18 +420,18 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens 
 }
 #endif
 
-// Where the tiles of a lane lie that are fetched next: asked for long before, since that takes a trip to L2.
+// Slots of the first tokens of the tiles that a lane fetches next.
 struct Places {
   int of[DEPTH + 1];
 };
 DEVICE int tile_place(const Attention& a, int sequence, int begin, int end, int tile) {
-  return ONE_PAGE ? (int)slot_of(a, sequence, max(begin, min(begin + tile * 16, end - 1) / 16 * 16)) : 0;
+  return EARLY_PLACES ? (int)slot_of(a, sequence, max(begin, min(begin + tile * 16, end - 1) / 16 * 16)) : 0;
 }
 DEVICE Places first_places(const Attention& a, int sequence, int begin, int end) {
   const int index = threadIdx.x / (DIM_PARTS * 32);
   Places places = {};
 #pragma unroll
-  for (int i = 0; i < (ONE_PAGE ? DEPTH + 1 : 0); i++) places.of[i] = end > begin ? tile_place(a, sequence, begin, end, index + i * LANES) : 0;
+  for (int i = 0; i < (EARLY_PLACES ? DEPTH + 1 : 0); i++) places.of[i] = end > begin ? tile_place(a, sequence, begin, end, index + i * LANES) : 0;
   return places;
 }
 
@@ -454,7 +449,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
       for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-          const size_t row = ONE_PAGE ? (size_t)(place + i) : slot_of(a, part.first, token);
+          const size_t row = EARLY_PLACES ? (size_t)(place + i) : slot_of(a, part.first, token);
           const size_t at = (row * KV_HEADS + head) * HEAD_DIM + thread % CHUNKS * EACH;
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
@@ -500,7 +495,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
 #endif
     meet();
     fetch(tile + DEPTH * LANES, slot, coming);
-    if (ONE_PAGE && end > begin) coming = tile_place(a, part.first, begin, end, tile + (DEPTH + 1) * LANES);
+    if (EARLY_PLACES && end > begin) coming = tile_place(a, part.first, begin, end, tile + (DEPTH + 1) * LANES);
     if (++slot == DEPTH) slot = 0;
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
@@ -610,14 +605,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
               Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, u32* turns MAIL_ARGUMENT CHUNK_ARGUMENTS SCALE_ARGUMENTS BEND_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
+              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS BEND_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
 
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
   Shared& sh = *(Shared*)raw;
   const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS;
   const int item = cta / ITEM_CTAS, member = cta % ITEM_CTAS;
-#if !BALANCED
   if (head >= KV_HEADS) {  // stays until the next kernel has surely taken the room that the one before this left on every SM
     launch_dependents();
     wait_for_inputs();
@@ -629,18 +623,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       } while (missing<true>(last));
     return count_launch();
   }
-  const int first = cta * LOCAL_TILES / HEAD_CTAS, count = (cta + 1) * LOCAL_TILES / HEAD_CTAS - first;
-  const int meeting = KV_HEADS * HEAD_CTAS;
-  auto tile_at = [=](int i) { return head_tile(head, first + i); };
-  const Slice slice = slice_at(0);
-  float* const mail = nullptr;
-#else
-  const int meeting = workers(), begin = blockIdx.x * TILES * TILE_STAGES / meeting, end = (blockIdx.x + 1) * TILES * TILE_STAGES / meeting;
-  const int first = begin / TILE_STAGES, last = (end - 1) / TILE_STAGES, count = last + 1 - first;
-  auto tile_at = [=](int i) { return first + i; };
-  Slice slice = slice_at(0);
-  slice.skipped = begin % TILE_STAGES, slice.last = end - last * TILE_STAGES;
-#endif
+  const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
   const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns ADAPTER_GIVEN};
   const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width,
 #if SOFT_CAP || SINKS
@@ -657,7 +640,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   constexpr int* before = nullptr;
 #endif
 #if TOGETHER
-  const int row_length = head < KV_HEADS && lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
+  const int row_length = lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
   auto early = [&] {
     const Parts parts(row_length, row_back);
     const int own = member / parts.splits;
@@ -665,16 +648,17 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     prefetch(a, part.first, part.length(), part.rows, member % parts.splits, parts.splits, head, lane);
   };
 #else
-  int length = head < KV_HEADS && member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
+  int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
 #endif
 #if CHUNK == 1
   const Run first_run = run_of(length, member % SPLITS, SPLITS);
   const Places known = first_places(a, member / SPLITS, first_run.begin, length ? min(first_run.end, length - 1) : 0);
 #endif
-  if (!linear(sh.linear, arguments, count, tile_at, early, blockIdx.x, meeting, slice, mail)) return;
-  if (head >= KV_HEADS) return end_launch(THREADS);
+  if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
+              blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
 
+  if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER
   const Parts parts(row_length, row_back);
 #else
@@ -757,6 +741,6 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     if (run.used > 1) gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, split, run.used, warp, lane);
     if (index + ITEM_CTAS / splits < parts.count) named_barrier(1, THREADS);  // before others fetch over the states
   }
-  empty(next_qkv, next_states);
+  if (OWN_COPIES) empty(next_qkv, next_states);
   end_launch(THREADS);
 }

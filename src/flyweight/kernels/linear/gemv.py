@@ -42,9 +42,7 @@ class Plan:
     in_registers: bool = False  # x, or in shared memory
     own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
     beside: bool = False  # registers leave room for another kernel, though x is in them
-    places: int = 1  # for the partial sums of a round
-    held: int = 0  # stages of a tile whose inputs are in a warp's registers
-    all_held: bool = False  # and partial sums where inputs were
+    held_inputs: bool = False  # in registers of the warps that multiply them
 
     @property
     def threads(self) -> int:
@@ -81,16 +79,15 @@ class Wanted:
     lone_row: bool = False  # one, without an adapter
 
 
-PLACES = 2  # for partial sums where inputs are in registers: warps then meet once at a round's end
-PARTLY_HELD = False
+# Of one row of 4-bit weights whose inputs are in registers (`HELD_INPUTS`)
 HELD_REGISTERS = 32  # that a warp's inputs of a tile may take
-HELD_SLOTS = 8  # where partial sums lie in place of inputs that are in registers
+HELD_SLOTS = 8  # in each of two places for partial sums, which lie where inputs were
+HELD_WARPS = 10  # of a tile that then is one stage
 # Rows from which on codes in planes, of groups smaller than a block, are multiplied as 16-bit
 # floats
 HALVES_FROM = 3
 # Of a kernel with x in registers that leaves room for another: more have no registers for x
 REGISTER_WARPS = 8
-MOST_WARPS = 0
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -112,24 +109,29 @@ def _own_units(matrix: Matrix, wanted: Wanted) -> int:
 
 
 def _busy_warps(matrix: Matrix, wanted: Wanted) -> int:
-    """The fewest that need no more stages for a tile: shares of more would stay empty. Up to
-    MOST_WARPS where all have one in every stage, and a tile needs fewer stages by that.
+    """The fewest that need no more stages for a tile: shares of more would stay empty. More than
+    usual where inputs are in registers and a tile then is one stage.
     """
     share = _own_units(matrix, wanted) * _unit_blocks(matrix)
-    stages = math.ceil(matrix.blocks / (wanted.warps * share))
-    for warps in range(wanted.warps + 1, MOST_WARPS + 1):
-        if matrix.blocks % (warps * share) == 0 and matrix.blocks // (warps * share) < stages:
-            return warps
-    return max(FEWEST_WARPS, math.ceil(matrix.blocks / (stages * share)))
+    shares = math.ceil(matrix.blocks / share)
+    held = wanted.lone_row and matrix.format.name == "int4" and matrix.blocks % share == 0
+    if held and wanted.warps < shares <= HELD_WARPS:
+        return shares
+    stages = math.ceil(shares / wanted.warps)
+    return max(FEWEST_WARPS, math.ceil(shares / stages))
 
 
-def _held_stages(matrix: Matrix, own_units: int) -> int:
-    """Stages of a tile whose inputs a warp has registers for, of 4-bit weights: shared memory is as
-    busy with inputs as with those.
+def _held_slots(matrix: Matrix, wanted: Wanted, stage_blocks: int, x_bytes: int) -> int:
+    """Tiles between two meetings of warps that hold their inputs in registers, as one row of 4-bit
+    weights has it: shared memory is as busy with inputs as with weights. 0: no registers for them.
     """
-    if matrix.format.name != "int4":
+    own = _own_units(matrix, wanted)
+    if not own or not wanted.lone_row or matrix.format.name != "int4":
         return 0
-    return HELD_REGISTERS // (4 * own_units * _unit_blocks(matrix))
+    stages = math.ceil(matrix.blocks / stage_blocks)
+    registers = 4 * stages * own * _unit_blocks(matrix)
+    room = x_bytes // (2 * wanted.warps * 16 * 4)
+    return min(HELD_SLOTS, room) if registers <= HELD_REGISTERS else 0
 
 
 def _unit_blocks(matrix: Matrix) -> int:
@@ -209,21 +211,10 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     x_row = total * 128 + 64 if floats else (total | 1) * 64 * (2 if form.grouped else 1)
     statistics = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
     partial = slots * warps * 16 * rows * 4
-    places = 1
-    held = 0
-    all_held = False
-    if wanted.lone_row and own:
-        in_tile = math.ceil(matrix.blocks / stage_blocks)
-        held = _held_stages(matrix, own)
-        room = min(HELD_SLOTS, x_row // (PLACES * warps * 64))
-        all_held = in_tile <= held and room > 0
-        held = min(held, in_tile)
-        if all_held:  # sums come where inputs were
-            slots = room
-            partial = 0
-            places = PLACES
-        elif not PARTLY_HELD:
-            held = 0
+    held = _held_slots(matrix, wanted, stage_blocks, x_row)
+    if held:
+        slots = held
+        partial = 0
     if wanted.in_registers:
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
@@ -245,9 +236,7 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
         warps,
         wanted.in_registers,
         own,
-        places=places,
-        held=held,
-        all_held=all_held,
+        held_inputs=held > 0,
     )
 
 
@@ -426,9 +415,7 @@ def defines(
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
-        **({"PLACES": chosen.places} if chosen.places > 1 else {}),
-        **({"HELD_INPUTS": chosen.held} if chosen.held else {}),
-        **({"ALL_HELD": 1} if chosen.all_held else {}),
+        **({"HELD_INPUTS": 1} if chosen.held_inputs else {}),
         **_prefetch(weight.matrix, chosen, device),
         **({"AS_HALVES": 1} if _as_halves(weight.matrix, rows) else {}),
         **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
@@ -491,7 +478,7 @@ def multiply(
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
     # an adapter's warp leaves no registers for weights
-    if kept := 0 if adapted or chosen.held else kept_stages(weight, rows, chosen, device):
+    if kept := 0 if adapted or chosen.held_inputs else kept_stages(weight, rows, chosen, device):
         flags["KEPT"] = kept
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
