@@ -32,7 +32,7 @@
 // OWN_COPIES (before Hopper): no producer. A warp copies the blocks that it will multiply itself, and waits for its own copies: nobody
 // polls a barrier, which older hardware does in a loop that takes the place of other warps' instructions. A stage then is OWN_UNITS
 // units of each warp, and a tile's ends may leave some of them without. Of one row a warp has the same inputs in every tile, and may hold
-// them in registers (HELD_INPUTS). KEPT stages behind the ring's it fetches into registers before
+// them in registers (HELD_INPUTS): sums then lie where inputs were. KEPT stages behind the ring's it fetches into registers before
 // x is there, and multiplies them in their turn, while the ring fills again.
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
@@ -73,7 +73,7 @@
 #ifndef KEPT
 #define KEPT 0
 #endif
-#ifndef HELD_INPUTS  // of one row with OWN_COPIES: a warp keeps its inputs of a tile in registers, and sums come where inputs were
+#ifndef HELD_INPUTS  // of one row with OWN_COPIES, in groups
 #define HELD_INPUTS 0
 #endif
 #ifndef PREFETCHED
@@ -121,7 +121,7 @@ constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTERS), "a stage is a share of each warp");
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
               "a share holds whole groups, or a group whole shares");
-static_assert(!HELD_INPUTS || (OWN_COPIES && ROWS == 1 && FORMAT != BIT_PLANES && !KEPT), "what inputs in registers are for");
+static_assert(!HELD_INPUTS || (OWN_COPIES && ROWS == 1 && GROUPED && !FLOATS && FORMAT != BIT_PLANES && !KEPT), "what inputs in registers are for");
 static_assert(!HELD_INPUTS || PLACES * SLOTS * WARPS * 64 <= X_BYTES, "sums come where inputs were");
 static_assert(!BALANCED || (SLICES == 1 && !IN_REGISTERS), "what balanced runs are for");
 static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
@@ -161,7 +161,7 @@ struct __align__(128) LinearShared {
 #endif
   union __align__(16) {
 #if !HELD_INPUTS
-    float partial[PLACES * SLOTS][WARPS][16][ROWS];
+    float partial[SLOTS][WARPS][16][ROWS];
 #endif
     u16 norm[IN_REGISTERS && NORM ? (SLICE + SLICE % 2) * 64 : 2];  // before there are sums
   };
@@ -412,22 +412,18 @@ struct Ring {  // the stage that comes next
 };
 
 #if !IN_REGISTERS && FORMAT != BIT_PLANES
-// The inputs of a unit: as they lie in shared memory, or in registers.
-struct SharedColumns {
-  const u8* xs;
-  DEVICE Column operator()(int b, int n) const { return load_column(xs + b * XBLOCK + n * 8 * XROW); }
-};
 // A unit of a tile, of which `block` is the first of its slice's blocks: into `whole`, or scaled into `total`. `fragment(b)`: its weights.
-template <typename Fragments, typename Records, typename Columns>
-DEVICE void multiply_fragments(const LinearShared& sh, Slice slice, Fragments fragment, const Records& records, const Columns& columns, int block,
+template <typename Fragments, typename Records>
+DEVICE void multiply_fragments(const LinearShared& sh, Slice slice, Fragments fragment, const Records& records, const Inputs& inputs, int block,
                                float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
+  const u8* xs = inputs.x + block * XBLOCK;
   if constexpr (!GROUPED) {
-    multiply_block(fragment(0), columns, 0, whole);
+    multiply_block(fragment(0), xs, whole);
   } else {
     group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
     for (int b = 0; b < UNIT_BLOCKS; b++)
-      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks) multiply_block(fragment(b), columns, b, acc);
+      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks) multiply_block(fragment(b), xs + b * XBLOCK, acc);
 #if FORMAT == FP8_BLOCKS
     add_scaled(whole, acc, *(const float2*)records);
 #else
@@ -438,7 +434,7 @@ DEVICE void multiply_fragments(const LinearShared& sh, Slice slice, Fragments fr
 DEVICE void multiply_unit(const LinearShared& sh, Slice slice, const u8* weights, const Record* records, const Inputs& inputs, int block,
                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
   auto loaded = [=](int b) { return load_fragment(weights + b * BLOCK_BYTES, lane); };
-  multiply_fragments(sh, slice, loaded, records, SharedColumns{inputs.x + block * XBLOCK}, block, total, whole, lane);
+  multiply_fragments(sh, slice, loaded, records, inputs, block, total, whole, lane);
 }
 #endif
 
@@ -470,16 +466,20 @@ struct HeldInputs {
   }
 };
 DEVICE void multiply_held(const LinearShared& sh, Slice slice, const u8* own, const Column (&held)[OWN_BLOCKS], int start,
-                          float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int warp, int lane) {
+                          float (&total)[COLUMN_TILES][2], int warp, int lane) {
   const int first = start + warp * OWN_BLOCKS;
   const Record* records = (const Record*)(own + OWN_BLOCKS * BLOCK_BYTES);
 #pragma unroll
   for (int unit = 0; unit < OWN_BLOCKS; unit += UNIT_BLOCKS) {
-    const int block = first + unit, group = GROUPED ? block * 64 / GROUP - first * 64 / GROUP : 0;
+    const int block = first + unit, group = block * 64 / GROUP - first * 64 / GROUP;
     if (!FULL && block >= slice.blocks) break;
-    auto loaded = [=](int b) { return load_fragment(own + (unit + b) * BLOCK_BYTES, lane); };
-    auto columns = [&](int b, int) { return held[unit + b]; };
-    multiply_fragments(sh, slice, loaded, records + group * RECORD_LENGTH, columns, block, total, whole, lane);
+    group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
+#pragma unroll
+    for (int b = 0; b < UNIT_BLOCKS; b++)
+      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks)
+        multiply(load_fragment(own + (unit + b) * BLOCK_BYTES, lane), held[unit + b], acc, 0);
+    add_unit(total, acc, records + group * RECORD_LENGTH, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS],
+             (slice.first + block) * 2 + 1 < GROUPS, lane / 4, lane % 4);
   }
 }
 #endif
@@ -491,8 +491,7 @@ DEVICE void multiply_share(const LinearShared& sh, Slice slice, const Share& sha
     const int block = start + warp * OWN_BLOCKS + unit;
     if (!FULL && block >= slice.blocks) break;
     auto kept = [&](int b) { return fragment_of(share.words[unit + b]); };
-    const SharedColumns columns = {inputs.x + block * XBLOCK};
-    multiply_fragments(sh, slice, kept, share.records[GROUPED ? unit * 64 / GROUP : 0], columns, block, total, whole, lane);
+    multiply_fragments(sh, slice, kept, share.records[GROUPED ? unit * 64 / GROUP : 0], inputs, block, total, whole, lane);
   }
 }
 #endif
@@ -542,18 +541,18 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
-    const int from = BALANCED && tile == 0 ? slice.skipped : 0, to = BALANCED && tile + 1 == count ? slice.last : TILE_STAGES;
 #if HELD_INPUTS
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES; stage++) {  // registers have no index
-      if (BALANCED && (stage < from || stage >= to)) continue;
+      if (BALANCED && ((tile == 0 && stage < slice.skipped) || (tile + 1 == count && stage >= slice.last))) continue;
       const u8* here = ring.wait();
-      multiply_held(sh, slice, here, held.of[stage], stage * STAGE_BLOCKS, total, whole, warp, lane);
+      multiply_held(sh, slice, here, held.of[stage], stage * STAGE_BLOCKS, total, warp, lane);
       ring.release();
     }
+    auto& partial = sh.partial[rounds.place + tile - done][warp];
 #else
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
-    for (int stage = from; stage < to; stage++) {
+    for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
 #if KEPT
       const int place = ring.taken++ - STAGES;
       if (place >= 0 && place < KEPT) {
@@ -568,10 +567,6 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       if (!FULL && !IN_REGISTERS && !OWN_COPIES) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       ring.release();
     }
-#endif
-#if HELD_INPUTS
-    auto& partial = sh.partial[rounds.place + tile - done][warp];
-#else
     auto& partial = sh.partial[tile - done][warp];
 #endif
     if constexpr (IN_QUARTERS) {
@@ -600,10 +595,10 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
+      done = tile + 1;
 #if HELD_INPUTS
       rounds.place = SLOTS - rounds.place;  // sums that are being added stay until all have met again
 #endif
-      done = tile + 1;
       if (done < count) {
         if (PLACES == 1) named_barrier(1, THREADS);
         rounds.begin(done);

@@ -25,7 +25,11 @@ template <typename TileAt> struct Rounds {
   Slice slice;
   float* mail;  // BALANCED: [CTA, 16, row]
   Output o;
-  int place = 0;  // of this round's partial sums (HELD_INPUTS)
+#if HELD_INPUTS
+  int place = 0;  // of this round's partial sums
+#else
+  static constexpr int place = 0;
+#endif
   DEVICE void begin(int first) {
     o = {};
     const int i = threadIdx.x;

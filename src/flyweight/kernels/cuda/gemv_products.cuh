@@ -120,11 +120,11 @@ DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS
 #endif
 }
 
-// One 64-input block of one tile, times x: `columns(b, n)` has it for block b of a unit.
-template <typename Accumulator, typename Columns>
-DEVICE void multiply_block(const Fragment& f, const Columns& columns, int b, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4]) {
+// One 64-input block of one tile, times x.
+template <typename Accumulator>
+DEVICE void multiply_block(const Fragment& f, const u8* xs, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4]) {
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) multiply(f, columns(b, n), acc, n);
+  for (int n = 0; n < COLUMN_TILES; n++) multiply(f, load_column(xs + n * 8 * XROW), acc, n);
 }
 
 // FP8_BLOCKS: the sums of a unit of inputs, times the scales of the tile's first and last 8 outputs.

@@ -59,6 +59,15 @@
 #define CHUNK_ARGUMENTS
 #endif
 #include "gemv.cuh"
+// Where the tiles of older tokens lie is asked for ahead of the linear: where each lies in one page, before Hopper (elsewhere not timed).
+#define EARLY_PLACES (OWN_COPIES && PAGE % 16 == 0 && WINDOW == 0)
+#if EARLY_PLACES
+#define PLACES_ARGUMENT , const Places& places
+#define PLACES_GIVEN , places
+#else
+#define PLACES_ARGUMENT
+#define PLACES_GIVEN
+#endif
 #include "patience.cuh"
 #include "attention.cuh"
 #include "kv8.cuh"
@@ -85,8 +94,6 @@ constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k a
 constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
 constexpr int RESULTS = QUERIES * HEAD_DIM;
 constexpr int RESULTS_AT_ONCE = TOGETHER && RESULTS >= 4 * THREADS ? 4 : OWN_COPIES && RESULTS >= 2 * THREADS ? 2 : 1;  // that a thread adds up
-// Before Hopper, where tiles lie in one page each: where they lie is asked for ahead of the linear. On Hopper this has not been timed.
-constexpr bool EARLY_PLACES = OWN_COPIES && PAGE % 16 == 0 && WINDOW == 0;
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
 static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
@@ -420,37 +427,44 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens 
 }
 #endif
 
+#if EARLY_PLACES
 // Slots of the first tokens of the tiles that a lane fetches next.
 struct Places {
   int of[DEPTH + 1];
 };
 DEVICE int tile_place(const Attention& a, int sequence, int begin, int end, int tile) {
-  return EARLY_PLACES ? (int)slot_of(a, sequence, max(begin, min(begin + tile * 16, end - 1) / 16 * 16)) : 0;
+  return end > begin ? (int)slot_of(a, sequence, max(begin, min(begin + tile * 16, end - 1) / 16 * 16)) : 0;
 }
 DEVICE Places first_places(const Attention& a, int sequence, int begin, int end) {
-  const int index = threadIdx.x / (DIM_PARTS * 32);
-  Places places = {};
+  Places places;
 #pragma unroll
-  for (int i = 0; i < (EARLY_PLACES ? DEPTH + 1 : 0); i++) places.of[i] = end > begin ? tile_place(a, sequence, begin, end, index + i * LANES) : 0;
+  for (int i = 0; i <= DEPTH; i++) places.of[i] = tile_place(a, sequence, begin, end, (int)threadIdx.x / (DIM_PARTS * 32) + i * LANES);
   return places;
 }
+#endif
 
 // The run [begin, end) of a part's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
 // leaves its states [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched.
 template <typename Prepare>
-DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh, const Places& places, Prepare prepare) {
+DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh PLACES_ARGUMENT, Prepare prepare) {
   constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
   const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
   const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
-  auto fetch = [&](int tile, int slot, int place) {
+#if EARLY_PLACES
+  int place = 0;  // of the tile that is fetched
+#endif
+  auto fetch = [&](int tile, int slot) {
     if (tile < older)
 #pragma unroll
       for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-          const size_t row = EARLY_PLACES ? (size_t)(place + i) : slot_of(a, part.first, token);
-          const size_t at = (row * KV_HEADS + head) * HEAD_DIM + thread % CHUNKS * EACH;
+#if EARLY_PLACES
+          const size_t at = ((size_t)(place + i) * KV_HEADS + head) * HEAD_DIM + thread % CHUNKS * EACH;
+#else
+          const size_t at = token_at(a, part.first, token, head) + thread % CHUNKS * EACH;
+#endif
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
           copy16(to + SCALES / 2, a.values + at);
@@ -470,7 +484,15 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   };
   if (index < LANES)
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++) fetch(index + i * LANES, i, places.of[i]);
+    for (int i = 0; i < DEPTH; i++) {
+#if EARLY_PLACES
+      place = places.of[i];
+#endif
+      fetch(index + i * LANES, i);
+    }
+#if EARLY_PLACES
+  place = places.of[DEPTH];
+#endif
   prepare();
   named_barrier(1, THREADS);
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
@@ -478,7 +500,6 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   const int dims = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
   Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
-  int coming = places.of[DEPTH];
   for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
     meet();
@@ -494,8 +515,10 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
     absorb(run, sh.query[0], keys, values + dims, tokens, a.scale, a.soft_cap, lane);
 #endif
     meet();
-    fetch(tile + DEPTH * LANES, slot, coming);
-    if (EARLY_PLACES && end > begin) coming = tile_place(a, part.first, begin, end, tile + (DEPTH + 1) * LANES);
+    fetch(tile + DEPTH * LANES, slot);
+#if EARLY_PLACES
+    place = tile_place(a, part.first, begin, end, tile + (DEPTH + 1) * LANES);
+#endif
     if (++slot == DEPTH) slot = 0;
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
@@ -651,7 +674,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
 #endif
-#if CHUNK == 1
+#if EARLY_PLACES && CHUNK == 1
   const Run first_run = run_of(length, member % SPLITS, SPLITS);
   const Places known = first_places(a, member / SPLITS, first_run.begin, length ? min(first_run.end, length - 1) : 0);
 #endif
@@ -676,12 +699,12 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     const Run run = run_of(part.length(), split, splits, part.rows);
     if (split >= run.used) continue;
     const int fresh = run.end == part.length() ? part.fresh : 0, end = max(run.begin, min(run.end, part.older));
-#if CHUNK == 1
+#if EARLY_PLACES && CHUNK == 1
     const Places places = index == own ? known : first_places(a, part.first, run.begin, end);
-#else
+#elif EARLY_PLACES
     const Places places = first_places(a, part.first, run.begin, end);
 #endif
-    const int count = attend(sh, a, part, head, run.begin, end, fresh, places, [&] {
+    const int count = attend(sh, a, part, head, run.begin, end, fresh PLACES_GIVEN, [&] {
       const int queries = part.rows * G, tasks = queries + 2 * fresh;
       for (int task = warp; task < tasks; task += WARPS * AT_ONCE) {
         HeadSource sources[AT_ONCE];
