@@ -102,9 +102,7 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
     if options.chat:
         turns = questions_of(options.chat, evaluated=True)
         found["chat"] = [ask(turn) for turn in turns[:count]]
-    return {
-        kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only
-    }
+    return {kind: found[kind] for kind in options.only or found if kind in found}
 
 
 class StepClock:
@@ -304,7 +302,7 @@ def main() -> None:
         "--only",
         action="append",
         choices=KINDS,
-        help="kinds; all that there are",
+        help="kinds, in this order; all that there are",
     )
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
