@@ -69,6 +69,14 @@ class Masks:
     of_row: Tensor  # int32 [rows of the launch]: which mask, or -1
 
 
+@dataclass(frozen=True, eq=False)
+class Guessed:
+    """Rows of a step that checks guesses."""
+
+    tokens: Tensor  # int64 [at least the rows of the launch]
+    before: Tensor  # int32 [as many]: how many of each row's last tokens are guesses
+
+
 @dataclass(frozen=True)
 class Plan:
     cluster: int
@@ -96,6 +104,7 @@ class Sampler:
         *,
         rows: Tensor | None = None,
         positions: Tensor | None = None,
+        guessed: Guessed | None = None,
         masks: Masks | None = None,
         chosen: Tensor | None = None,
         bounds: Tensor | None = None,
@@ -106,6 +115,7 @@ class Sampler:
 
         `positions` int64 [n]: of the tokens, where the table's lengths do not say it; these tokens
         go to `chosen` alone.
+        `guessed`: guesses are checked; penalties count those before a row, and not what it chooses.
         `bounds` int64 [n], for tests: the last token kept as (ordered logit, ~id); 0: all are kept.
         """
         plan = self.plan_for(len(logits))
@@ -121,6 +131,8 @@ class Sampler:
             table.integers,
             *bias,
             *seen,
+            guessed and guessed.tokens,
+            guessed and guessed.before,
             masks and masks.bits,
             masks and masks.of_row,
             chosen,
