@@ -576,7 +576,7 @@ def judged(chances, trial):
     turns = itertools.cycle(chances)
     guesses = 0
     for _ in range(60):
-        guesses = trial.count([request])
+        guesses = trial.count([request], 1)
         trial.observe(request, guesses, min(guesses, next(turns)))
         if not (pays := trial.pays(request, 1)):
             break
@@ -604,11 +604,12 @@ def test_every_number_of_guesses_is_tried_before_one_is_chosen():
     assert trial.begins(request, 1)
     found = []
     for _ in range(3 * SEEN):
-        found.append(trial.count([request]))
+        found.append(trial.count([request], 1))
         trial.learn(0.5e-3, 1, found[-1])
         trial.observe(request, found[-1], 0)
-        assert trial.pays(request, 1) == (len(found) < 3 * SEEN)
+        assert trial.pays(request, 1) == (1 not in found), "a number may pay that was not tried"
     assert found == [3] * SEEN + [2] * SEEN + [1] * SEEN
+    assert trial.count([request], 2) == 1, "beside one that goes without, as it is alone"
 
 
 def test_what_one_request_loses_is_not_held_against_the_next():

@@ -83,7 +83,7 @@ class LookupFirst:
         """
         count = self.guesses
         if self.trial is not None:
-            count = self.trial.count(requests)
+            count = self.trial.count(requests, self.sequences)
             self.other.expect(count)
         for request in requests:
             yield request.number, request.pending - 1 if request.pending else count

@@ -79,20 +79,19 @@ class Trial:
         if (chance := self.chances.get(request.number)) is not None:
             chance.observe(guesses, accepted, fade=FADE)
 
-    def count(self, requests: Sequence[Request]) -> int:
-        """Guesses for each of these in their next step: as many as bring the most tokens a second,
-        or as are not known yet.
+    def count(self, requests: Sequence[Request], sequences: int) -> int:
+        """Guesses for each of these in their next step, which has so many sequences: as many as
+        bring the most tokens a second, or as are not known yet.
         """
-        sequences = len(requests)
-        for count in reversed(self.guessed):
-            if self.guessed[count].seen(sequences) < SEEN:
+        alone = len(requests) == sequences  # nobody beside them goes without
+        chances = [self.chances.get(request.number, Chance()).value for request in requests]
+        rates: dict[int, float] = {}
+        for count, times in reversed(self.guessed.items()):
+            seconds = times.of(sequences)
+            if seconds is None or (alone and times.seen(sequences) < SEEN):
                 self.latest = count
                 return count
-        chances = [self.chances.get(request.number, Chance()).value for request in requests]
-        rates = {
-            count: sum(expected(chance, count) for chance in chances) / (times.of(sequences) or 1)
-            for count, times in self.guessed.items()
-        }
+            rates[count] = sum(expected(chance, count) for chance in chances) / seconds
         best = max(rates, key=lambda count: rates[count])
         if rates[best] > BETTER * rates[self.latest]:
             self.latest = best
@@ -102,16 +101,14 @@ class Trial:
         """With the best number of guesses; None: too little is known."""
         chance = self.chances.get(request.number)
         without = self.without.of(sequences)
-        times = {count: times.of(sequences) for count, times in self.guessed.items()}
         if chance is None or not chance.steps or without is None:
             return None
-        if any(self.guessed[count].seen(sequences) < SEEN for count in times):
-            return None
-        return max(
-            expected(chance.value, count) * without / seconds
-            for count, seconds in times.items()
-            if seconds
-        )
+        gains = []
+        for count, times in self.guessed.items():
+            if (seconds := times.of(sequences)) is None:
+                return None
+            gains.append(expected(chance.value, count) * without / seconds)
+        return max(gains)
 
     def pays(self, request: Request, sequences: int) -> bool:
         chance = self.chances.get(request.number)
