@@ -1,5 +1,5 @@
 #!/bin/bash
-# An EAGLE-3 head and a student of four layers for a model, trained in some 120 seconds, and what they are worth on real prompts (70
+# An EAGLE-3 head and a student of four layers for a model, trained in some 150 seconds, and what they are worth on real prompts (60
 # more), on one GPU with nothing beside it: training is starved at once. The head and the student learn from the same answers, most of
 # them to questions that the model asks itself: of few answers a head soon knows the words and no others.
 #

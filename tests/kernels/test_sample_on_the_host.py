@@ -1,6 +1,7 @@
 """The sampling kernel's own source on the CPU: which tokens it keeps and draws, against float64."""
 
 import math
+from dataclasses import replace
 
 import host_cuda
 import pytest
@@ -224,10 +225,9 @@ def test_penalties_count_guesses_before_a_row_and_nothing_that_may_not_stay():
     sample(
         logits,
         None,
-        table=table,
+        table=replace(table, guessed=guessed),
         rows=torch.tensor([0, 0, 0, 1]),
         positions=torch.tensor([5, 6, 7, 5]),
-        guessed=guessed,
         chosen=chosen,
     )
     # 7: 8, then 8 / 2 − 1 = 3; 700: 7 / 2 − 1 = 2.5 in the first row, 1.5 in the third

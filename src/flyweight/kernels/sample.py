@@ -50,6 +50,14 @@ class When(enum.Enum):
 
 
 @dataclass(frozen=True, eq=False)
+class Guessed:
+    """Rows of a step that checks guesses."""
+
+    tokens: Tensor  # int64 [at least the rows of the launch]
+    before: Tensor  # int32 [as many]: how many of each row's last tokens are guesses
+
+
+@dataclass(frozen=True, eq=False)
 class SampleTable:
     """What the running sequences ask for, one row each; a row is read when it is sampled."""
 
@@ -59,6 +67,8 @@ class SampleTable:
     integers: Tensor  # int64 [INTEGERS, rows]
     bias: tuple[Tensor, Tensor, Tensor] | None  # [rows, MOST_BIASES]: id (rising), value, end
     seen: tuple[Tensor, Tensor] | None  # [rows, vocabulary]: bool in prompt, int32 in answer
+    # of a launch that checks guesses: penalties count those before a row, and not what it chooses
+    guessed: Guessed | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +77,6 @@ class Masks:
 
     bits: Tensor  # uint8 [masks, bytes], the lowest bit first
     of_row: Tensor  # int32 [rows of the launch]: which mask, or -1
-
-
-@dataclass(frozen=True, eq=False)
-class Guessed:
-    """Rows of a step that checks guesses."""
-
-    tokens: Tensor  # int64 [at least the rows of the launch]
-    before: Tensor  # int32 [as many]: how many of each row's last tokens are guesses
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,6 @@ class Sampler:
         *,
         rows: Tensor | None = None,
         positions: Tensor | None = None,
-        guessed: Guessed | None = None,
         masks: Masks | None = None,
         chosen: Tensor | None = None,
         bounds: Tensor | None = None,
@@ -115,7 +116,6 @@ class Sampler:
 
         `positions` int64 [n]: of the tokens, where the table's lengths do not say it; these tokens
         go to `chosen` alone.
-        `guessed`: guesses are checked; penalties count those before a row, and not what it chooses.
         `bounds` int64 [n], for tests: the last token kept as (ordered logit, ~id); 0: all are kept.
         """
         plan = self.plan_for(len(logits))
@@ -131,8 +131,8 @@ class Sampler:
             table.integers,
             *bias,
             *seen,
-            guessed and guessed.tokens,
-            guessed and guessed.before,
+            table.guessed and table.guessed.tokens,
+            table.guessed and table.guessed.before,
             masks and masks.bits,
             masks and masks.of_row,
             chosen,

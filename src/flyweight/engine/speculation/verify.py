@@ -61,8 +61,9 @@ def choose_after_drafts(
     if rows.sampler is not None and (guessed is not None or not rows.mode.penalized):
         chosen = torch.empty_like(at)
         table = rows.sampling.for_kernel(rows.tokens, rows.lengths)
-        counted = guessed if rows.mode.penalized else None
-        rows.sampler(logits, table, rows=at, positions=positions, guessed=counted, chosen=chosen)
+        if rows.mode.penalized:
+            table = replace(table, guessed=guessed)
+        rows.sampler(logits, table, rows=at, positions=positions, chosen=chosen)
         return chosen
     batch = rows.sampling.batch(rows.mode, positions, at)
     if batch.seen is not None:
