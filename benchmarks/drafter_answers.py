@@ -1,8 +1,8 @@
 """What a drafter learns from (train_head.py): prompts, and what the model itself answers to them.
 
 A drafter should guess what the model says, not what books say. So prompts are made of the texts, of
-questions, and of what the model asks when it is given the beginning of a user's turn; and the model
-answers all of them.
+questions, and of what the model itself asks behind the first words of a user's turn (`OPENINGS`);
+and the model answers all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from flyweight.engine.llm import LLM
 
-SLICE = 1024  # prompts that are answered together
+SLICE = 2048  # prompts that are answered together
 EVALUATED = 10  # one question in so many is for benchmarks/speculation.py, and never trained on
 Sequences = list[list[int]]
 
@@ -55,6 +55,17 @@ CODE_REQUESTS = {
     "Add comments to this code.\n\n```python\n{piece}\n```": 2,
 }
 NAME = re.compile(r"\b[a-z_]{5,}\b")
+# of what users say. Without one a model for code asks little but code.
+OPENINGS = (
+    "|Explain|Explain to a child how|What is|What are|What causes|What would happen if|Who was"
+    "|When did|Which|Where|Why|Why do people|How does|How can I|Is it true that|Should I|Help me"
+    "|Write a story about|Write a poem about|Write a letter to|Write an article about"
+    "|Write a program that|Write a function that|Describe|Compare|Discuss the|Analyze the|Tell me"
+    "|You are a|Pretend that you are|Imagine|Suppose that|If I have|A farmer has|I want to|My"
+    "|Solve the equation|Calculate the|Find the|Give me a list of|Give me advice on|Name five"
+    "|Plan a|Summarize the history of|Rewrite this sentence:|Read this and list the names:"
+)
+SENTENCE = re.compile(r".*[.?!](?=\s|$)", re.DOTALL)
 
 
 def answers_of(
@@ -152,20 +163,25 @@ def beginning_of_a_turn(llm: LLM) -> list[int]:
     return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
-def asked_by_the_model(llm: LLM, count: int, tokens: int = 96) -> Iterator[list[int]]:
+def asked_by_the_model(llm: LLM, count: int, tokens: int = 48) -> Iterator[list[int]]:
     """What the model says where a user would speak, as prompts: whatever it was taught to answer is
-    among it. Those that came to no end are left out.
+    among it. Of one that came to no end, its whole sentences.
     """
     assert llm.tokenizer is not None
     begin = beginning_of_a_turn(llm)
+    openings = list(itertools.islice(itertools.cycle(OPENINGS.split("|")), count))
+    prompts = [begin + llm.tokenizer.encode(opening) for opening in openings]
     decode = llm.engine.answers.decode
     llm.engine.answers.decode = None
-    outputs = llm.generate([begin] * count, max_tokens=tokens, temperature=1.0, top_p=0.95)
+    outputs = llm.generate(prompts, max_tokens=tokens, temperature=1.0, top_p=0.95)
     llm.engine.answers.decode = decode
-    for output in outputs:
+    for opening, output in zip(openings, outputs, strict=True):
         said = output.completions[0]
-        text = llm.tokenizer.decode(said.token_ids).strip()
-        if said.finish_reason == "stop" and text:
+        text = (opening + llm.tokenizer.decode(said.token_ids)).strip()
+        if said.finish_reason != "stop":
+            found = SENTENCE.match(text)
+            text = found.group() if found else ""
+        if text:
             yield llm.prepare(asked(text)).tokens
 
 

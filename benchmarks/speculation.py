@@ -17,10 +17,10 @@ Kinds of prompts:
 
 A row for each kind and drafter: tokens a second after the first token (median over prompts; `each`:
 of every prompt), the ratio to no speculation in the same run, tokens a step, the share of right
-guesses, where the time of steps with guesses goes (`host_us`, `step_us`, medians), and how many
-answers are the same token by token. Greedy, but for `novel`, whose seeds are the same. Of each
-other answer `parted` says where it begins to differ, how far apart the model's two best logits are
-there (in a pass over the text up to there), and whether the two answers go on with these two.
+guesses, where the time of steps with guesses goes (`StepClock`), and how many answers are the same
+token by token. Greedy, but for `novel`, whose seeds are the same. Of each other answer `parted`
+says where it begins to differ, how far apart the model's two best logits are there (in a pass over
+the text up to there), and whether the two answers go on with these two.
 
 With `--memory` there is a row for each drafter instead, of the memory that it takes on a GPU: all
 of it, its weights, and what is beside them. Every engine runs in a process of its own.
@@ -102,37 +102,36 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
     if options.chat:
         turns = questions_of(options.chat, evaluated=True)
         found["chat"] = [ask(turn) for turn in turns[:count]]
-    return {
-        kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only
-    }
+    return {kind: found[kind] for kind in options.only or found if kind in found}
 
 
 class StepClock:
     """Where the time of steps with guesses goes: from a step's tokens being read to the next step's
     launch (`host`), and from there to its tokens being read (`step`). Steps that are launched
-    before the one before is read make the device wait for nothing, and do not count.
+    before the one before is read make the device wait for nothing: from its tokens to theirs
+    (`ahead`).
     """
 
     def __init__(self, llm: LLM):
-        self.host: list[float] = []
-        self.step: list[float] = []
-        self.read_at = 0.0
-        self.counts = False
+        self.times: dict[str, list[float]] = {"host": [], "step": [], "ahead": []}
+        self.read_at = self.launched_at = 0.0
+        self.was_ahead: dict[int, bool] = {}  # by flight
         runner = llm.engine.runner
         launch = runner.launch
 
         def timed(works: Sequence[Work], launched: Callable[[], None] | None = None) -> Flight:
-            begun = self.read_at
+            waited_for = llm.engine.flight is None and any(work.drafts for work in works)
 
             def on_its_way() -> None:
-                self.read_at = time.perf_counter()
-                self.host.append(self.read_at - begun)
+                self.launched_at = time.perf_counter()
+                self.times["host"].append(self.launched_at - self.read_at)
                 if launched is not None:
                     launched()
 
-            waited_for = llm.engine.flight is None and any(work.drafts for work in works)
-            self.counts = waited_for
-            return launch(works, on_its_way if waited_for else launched)
+            flight = launch(works, on_its_way if waited_for else launched)
+            if flight.speculative:
+                self.was_ahead[id(flight)] = not waited_for
+            return flight
 
         runner.launch = timed  # type: ignore[method-assign]
         land = llm.engine._land
@@ -142,22 +141,30 @@ class StepClock:
             if flight is not None:
                 flight.download.lists()
                 now = time.perf_counter()
-                if flight.speculative and self.counts:
-                    self.step.append(now - self.read_at)
+                ahead = self.was_ahead.pop(id(flight), None)
+                if ahead is not None:
+                    name, begun = ("ahead", self.read_at) if ahead else ("step", self.launched_at)
+                    self.times[name].append(now - begun)
                 self.read_at = now
             land()
 
         llm.engine._land = landed  # type: ignore[method-assign]
 
     def figures(self) -> dict[str, float]:
-        """Medians in microseconds, and then from the beginning again."""
+        """Medians in microseconds, and the share of steps with guesses that were launched ahead;
+        then from the beginning again.
+        """
         found = {
             f"{name}_us": round(1e6 * statistics.median(values), 1)
-            for name, values in (("host", self.host), ("step", self.step))
+            for name, values in self.times.items()
             if values
         }
-        self.host.clear()
-        self.step.clear()
+        ahead, waited_for = len(self.times["ahead"]), len(self.times["step"])
+        if ahead + waited_for:
+            found["ahead"] = round(ahead / (ahead + waited_for), 3)
+        for values in self.times.values():
+            values.clear()
+        self.was_ahead.clear()
         return found
 
 
@@ -304,7 +311,7 @@ def main() -> None:
         "--only",
         action="append",
         choices=KINDS,
-        help="kinds; all that there are",
+        help="kinds, in this order; all that there are",
     )
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")

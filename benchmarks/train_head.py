@@ -50,7 +50,7 @@ from flyweight.models.decoder import Decoder
 from flyweight.models.heads import eagle3
 from flyweight.models.taps import Taps
 
-KEPT_BACK = 16  # a sequence in so many is never trained on
+KEPT_BACK = 16  # a prompt in so many is never trained on
 CONTEXT = LENGTHS[-1]  # tokens of a prompt and its answer, at most
 SEQUENCES = 256  # answers at once
 SAVED_EVERY = 15.0  # seconds of training
@@ -67,8 +67,20 @@ def lessons_of(llm: LLM, answers: Answers) -> Lessons:
     """What the model knows of each place of its answers, and the states that heads read."""
     target = llm.decoder
     tap(target, head_config(llm, 8))
-    taught = [one for i, one in enumerate(answers) if i % KEPT_BACK]
-    return Lessons(shelves_of(target, taught), shelves_of(target, answers[::KEPT_BACK]))
+    taught, kept_back = divided(answers)
+    return Lessons(shelves_of(target, taught), shelves_of(target, kept_back))
+
+
+def divided(answers: Answers) -> tuple[Answers, Answers]:
+    """Those that are taught, and those kept back: all answers to a prompt, since one is much like
+    the other.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    parts: tuple[Answers, Answers] = [], []
+    for one in answers:
+        number = numbers.setdefault(tuple(one.prompt), len(numbers))
+        parts[number % KEPT_BACK == 0].append(one)
+    return parts
 
 
 def frequent(shelves: list[Shelf], count: int, vocabulary: int) -> Tensor:

@@ -66,7 +66,7 @@ def test_cores_are_those_that_the_process_may_use(machine, cores, quota, usable)
         (None, "max 100000", None, None),  # all cores: as torch chooses
         (None, "200000 100000", None, "2"),
         (None, "200000 100000", "6", "6"),
-        (5, "200000 100000", "6", "5"),
+        (2, "200000 100000", "6", "2"),
     ],
 )
 def test_threads_are_as_asked_else_no_more_than_cores(
@@ -77,6 +77,14 @@ def test_threads_are_as_asked_else_no_more_than_cores(
         monkeypatch.setenv(cpu.VARIABLE, given)
     cpu.use_threads(asked)
     assert os.environ.get(cpu.VARIABLE) == found
+
+
+def test_more_threads_than_cores_are_taken_with_a_word(machine, monkeypatch):
+    machine(8, "200000 100000")
+    monkeypatch.setenv(cpu.VARIABLE, "6")
+    with pytest.warns(UserWarning, match="--threads 5: this process has 2 cores"):
+        cpu.use_threads(5)
+    assert os.environ.get(cpu.VARIABLE) == "5"
 
 
 def test_the_option_reaches_torch():

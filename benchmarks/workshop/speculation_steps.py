@@ -270,6 +270,9 @@ class Repeats(Drafter):
     def guesses_unread(self, works: Sequence[Work]) -> bool:
         return False
 
+    def expect(self, count: int) -> None:
+        pass
+
     def propose(
         self, requests: Sequence[Request], most: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
@@ -390,7 +393,7 @@ def head_times(drafter: HeadDrafter) -> dict[str, float]:
         return {}
     return {
         "follow_ms": round(milliseconds(lambda: graphs.follow(1 + drafter.guesses)), 4),
-        "chain_ms": round(milliseconds(lambda: graphs.chain(1)), 4),
+        "chain_ms": round(milliseconds(lambda: graphs.chain(1, drafter.guesses)), 4),
     }
 
 

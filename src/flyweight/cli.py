@@ -162,7 +162,7 @@ def options(
     """Make large language models small, fast and measured."""
 
 
-def describe(error) -> str:
+def describe(error, arguments: Sequence[str] = ()) -> str:
     """A usage error in one line, with the nearest option or where to read on."""
     context = error.ctx
     if (
@@ -181,7 +181,19 @@ def describe(error) -> str:
     message = message[:1].lower() + message[1:]
     if "did you mean" in message or "known:" in message:
         return message
-    return f"{message}; see `{context.command_path if context else 'flyweight'} --help`"
+    where = context.command_path if context else " ".join(["flyweight", *verbs_of(arguments)])
+    return f"{message}; see `{where} --help`"
+
+
+def verbs_of(arguments: Sequence[str]) -> list[str]:
+    """The first words, as far as they name a command."""
+    command: Any = typer.main.get_command(app)
+    found: list[str] = []
+    for word in arguments:
+        if not hasattr(command, "table") or (command := command.get_command(None, word)) is None:
+            break
+        found.append(word)
+    return found
 
 
 def by_option(text: str, arguments: Sequence[str]) -> str:
@@ -236,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             text = (
                 by_option(str(error), arguments)
                 if isinstance(error, FlyweightError)
-                else describe(error)
+                else describe(error, arguments)
             )
             print(f"flyweight: {text}", file=sys.stderr)
         sys.exit(2)

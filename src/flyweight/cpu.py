@@ -46,6 +46,11 @@ def use_threads(count: int | None) -> int | None:
     if count is None and (VARIABLE in os.environ or usable_cores() >= (os.cpu_count() or 1)):
         return None  # as the user has set it, or as torch chooses
     chosen = count or usable_cores()
+    if chosen > usable_cores():
+        warnings.warn(
+            f"--threads {chosen}: this process has {usable_cores()} cores, so threads will wait "
+            "for each other"
+        )
     os.environ[VARIABLE] = str(chosen)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(chosen)

@@ -179,6 +179,11 @@ def by_name(name: str) -> Gpu:
                 f"{name} is older than Ampere (sm_80), the first GPUs that the kernels are for; "
                 "`--device cpu` works without one"
             )
+        if architecture in GPUS:
+            raise OptionError(
+                f"{name}: behind the colon stands how many SMs the GPU has, such as "
+                f"{architecture}:24"
+            )
         raise OptionError(unknown("architecture", name, known))
     return dataclasses.replace(GPUS[architecture], multi_processor_count=int(processors))
 

@@ -93,6 +93,33 @@ def test_sampled_runs_have_rows_of_their_own_that_say_so(bench):
         assert code == 2 and message in error
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        (b"", "the file is empty"),
+        (b"\xff\xfe\x00", "not UTF-8 text"),
+        ("a folder", "a text file is wanted"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_refused_before_a_model_is_loaded(
+    bench, tmp_path, content, message
+):
+    path = tmp_path / "asked.txt"
+    if content == "a folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    code, _, error = bench("latency", "preset:tiny:fp32", *SHAPE, "--text", path)
+    assert code == 2 and f"--text {path}: " in error and message in error
+    assert len(error.strip().splitlines()) == 1 and not bench.out.exists()
+
+
+def test_guesses_that_no_step_takes_are_refused_before_a_model_is_loaded(bench):
+    code, _, error = bench("latency", "preset:tiny:fp32", *SHAPE, "--speculate", "ngram:99")
+    assert code == 2 and "1 to 15 guesses, not 99" in error and not bench.out.exists()
+
+
 def test_a_finished_row_is_never_run_twice(bench):
     bench("latency", "preset:tiny:fp32", *SHAPE, "--repeats", 2, "--no-check")
     lines = bench.out.read_text().splitlines()

@@ -59,3 +59,17 @@ def test_a_head_learns_what_its_model_says(preset, tmp_path):
         one.completions[0].token_ids for one in want
     ]
     assert guessing.engine.speculator.figures()["acceptance_rate"] > 0.2
+
+
+def test_no_answer_to_a_prompt_that_was_kept_back_is_taught():
+    prompts = [[number % 40] for number in range(100)]
+    answers = [drafter_answers.Answered(prompt, [i]) for i, prompt in enumerate(prompts)]
+    taught, kept_back = train_head.divided(answers)
+    assert len(taught) + len(kept_back) == 100 and len(kept_back) >= 6
+    assert not {one.prompt[0] for one in taught} & {one.prompt[0] for one in kept_back}
+
+
+def test_questions_that_came_to_no_end_are_cut_behind_a_sentence():
+    cut = drafter_answers.SENTENCE.match
+    assert cut("Who was it? He said 3.5 and then")[0] == "Who was it?"
+    assert cut("Is it 3.5") is None

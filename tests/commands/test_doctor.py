@@ -113,6 +113,12 @@ def planned_int4(name):
         return examination.planned_row("w4a16", (4096, 4096), DEVICE, torch.bfloat16)
 
 
+@pytest.mark.parametrize("count", ["0", "many", ""])
+def test_a_number_of_processors_is_a_number(count):
+    with pytest.raises(OptionError, match=f"sm_89:{count}: .* how many SMs .* sm_89:24"):
+        by_name(f"sm_89:{count}")
+
+
 def test_an_unknown_architecture_is_refused():
     with pytest.raises(OptionError, match="unknown architecture 'sm_81'"):
         command.show_planned("sm_81", as_json=False)

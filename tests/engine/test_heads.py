@@ -220,7 +220,7 @@ def test_a_head_of_another_model_is_refused(tmp_path):
     config, tensors = random_head()
     for change, words in [
         (dict(hidden_size=32, head_dim=8), "it was made for another model"),
-        (dict(architectures=["LlamaForCausalLM"]), "not an EAGLE-3 head"),
+        (dict(architectures=["LlamaForCausalLM"]), "not an EAGLE-3 head: architectures"),
         (dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), "layers \\[1, 2, 9\\]"),
     ]:
         folder = write(tmp_path / words[:6], config | change, tensors)

@@ -1,5 +1,7 @@
 """Speculation changes how fast an answer comes, and nothing else."""
 
+import itertools
+
 import pytest
 import torch
 from tiny_configs import LLAMA
@@ -23,7 +25,7 @@ from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.speculator import Speculator
-from flyweight.engine.speculation.trial import LEAST_STEPS, RETRY, Trial
+from flyweight.engine.speculation.trial import RETRY, SEEN, Trial
 from flyweight.engine.work import Work
 from flyweight.errors import OptionError
 from flyweight.models import presets
@@ -44,6 +46,9 @@ class Oracle:
 
     def guesses_unread(self, works):
         return False
+
+    def expect(self, count):
+        pass
 
     def release(self, request):
         pass
@@ -205,7 +210,7 @@ def test_guesses_behind_guesses_that_nobody_has_read(kind):
     assert (
         engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
     )
-    assert (len(followed) > 2) == (kind != "penalized")
+    assert len(followed) > 2
 
 
 class AheadOracle(Oracle):
@@ -246,7 +251,7 @@ def test_guesses_behind_tokens_in_flight_are_checked_all_the_same(kind, follows)
         engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
     )
     assert oracle.behind_flights > 4
-    assert (len(behind_guesses) > 2) == (follows and kind != "penalized")
+    assert (len(behind_guesses) > 2) == follows
     assert len(engine.runner.steps.taken) > 2 and len(engine.runner.shared_steps.taken) > 2
 
 
@@ -551,33 +556,73 @@ def test_a_wrong_guess_counts_for_whoever_made_it():
     assert [drafter.lookup.readers[number].needed for number in (0, 1)] == [4, 3]
 
 
-def judged(accepted, trial, number=0):
-    """A request whose steps gave so many right guesses each; whether it is tried to its end."""
-    request = Request(number, [1], params(), seed=0, limit=99)
+def timed(seconds, without=0.3e-3):
+    """A trial that knows how long steps with 1, 2, … guesses take, and those without."""
+    trial = Trial(len(seconds))
+    for _ in range(SEEN):
+        for guesses, each in enumerate(seconds, 1):
+            trial.learn(each, 1, guesses)
+        trial.learn(without, 1, 0)
+    return trial
+
+
+def judged(chances, trial):
+    """Whether a request whose guesses are right by turns is tried to its end, and with how many
+    guesses in its last step; None: not tried.
+    """
+    request = Request(0, [1], params(), seed=0, limit=99)
     if not trial.begins(request, 1):
         return None
-    for _ in range(2 * LEAST_STEPS):
-        trial.learn(0.5e-3, 1, guessed=True)
-        trial.observe(request, accepted)
-        if not trial.pays(request, 1):
+    turns = itertools.cycle(chances)
+    guesses = 0
+    for _ in range(60):
+        guesses = trial.count([request], 1)
+        trial.observe(request, guesses, min(guesses, next(turns)))
+        if not (pays := trial.pays(request, 1)):
             break
-    found = trial.pays(request, 1)
     trial.forget(request, 1)
-    return found
+    return pays, guesses
 
 
-def test_guesses_are_tried_and_given_up_where_they_do_not_pay():
-    trial = Trial()
-    assert judged(2, trial) is None, "how long a step takes without guesses is not known"
-    trial.learn(0.3e-3, 1, guessed=False)
-    assert judged(2, trial) and judged(1, trial), "two tokens in the time of 1.67"
-    assert judged(0, trial) is False
-    for _ in range(8):
-        judged(0, trial)
-    assert [judged(0, trial) for _ in range(RETRY)].count(False) == 1, "few are tried after that"
-    while trial.recent < 1:
-        judged(3, trial)
-    assert judged(3, trial) and judged(3, trial)
+NEVER, SELDOM, OFTEN, MOSTLY = (0,), (0, 0, 0, 1), (0, 1, 0, 2), (3, 3, 3, 2)
+
+
+def test_as_many_guesses_are_made_as_pay():
+    times = [0.36e-3, 0.44e-3, 0.48e-3]
+    assert judged(MOSTLY, timed(times)) == (True, 3)
+    assert judged(OFTEN, timed(times)) == (True, 1)
+    assert judged(NEVER, timed(times)) == (False, 1)
+    assert judged(SELDOM, timed(times)) == (True, 1), "five tokens in the time of 4.8"
+    assert judged(SELDOM, timed([0.39e-3])) == (False, 1)
+
+
+def test_every_number_of_guesses_is_tried_before_one_is_chosen():
+    trial = Trial(3)
+    request = Request(0, [1], params(), seed=0, limit=99)
+    assert not trial.begins(request, 1), "how long a step takes without guesses is not known"
+    trial.learn(0.3e-3, 1, 0)
+    assert trial.begins(request, 1)
+    found = []
+    for _ in range(3 * SEEN):
+        found.append(trial.count([request], 1))
+        trial.learn(0.5e-3, 1, found[-1])
+        trial.observe(request, found[-1], 0)
+        assert trial.pays(request, 1) == (1 not in found), "a number may pay that was not tried"
+    assert found == [3] * SEEN + [2] * SEEN + [1] * SEEN
+    assert trial.count([request], 2) == 1, "beside one that goes without, as it is alone"
+
+
+def test_what_one_request_loses_is_not_held_against_the_next():
+    trial = timed([0.5e-3])
+    assert judged(NEVER, trial) == (False, 1)
+    assert judged(MOSTLY, trial) == (True, 1)
+    for _ in range(4 * RETRY):
+        judged(NEVER, trial)
+    found = [judged(NEVER, trial) for _ in range(4 * RETRY)]
+    assert found.count(None) == 4 * (RETRY - 1), "few are tried where all lose"
+    while judged(MOSTLY, trial) is None:
+        pass
+    assert judged(MOSTLY, trial) and judged(MOSTLY, trial)
 
 
 @pytest.mark.parametrize("kind", SAMPLING)
@@ -586,14 +631,14 @@ def test_answers_are_the_same_while_guesses_are_tried(kind, pays):
     """n-grams where they hit, a drafter whose guesses the device has where it pays, and nobody at
     first.
     """
-    options = params(max_tokens=24, **SAMPLING[kind])
+    options = params(max_tokens=48, **SAMPLING[kind])
     want = [alone(prompt, options) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
-    trial = Trial()
-    trial.learn = lambda seconds, sequences, guessed: [
-        times.learn(value, sequences)
-        for times, value in ((trial.without, 1.0), (trial.guessed, 0.1 if pays else 9.0))
-    ]
+    trial = Trial(3)
+    learn = trial.learn
+    trial.learn = lambda seconds, sequences, guesses: learn(
+        (0.1 if pays else 9.0) if guesses else 1.0, sequences, guesses
+    )
     other = UnreadOracle(texts)
     engine = toy_engine(captured=True)
     engine.speculator = Speculator(LookupFirst(other, 3, trial), Fixed(7))
@@ -605,7 +650,7 @@ def test_answers_are_the_same_while_guesses_are_tried(kind, pays):
     assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
     assert released[0] == 0, "nothing was known when the first one came"
     assert (len(released) < 4) == pays
-    assert kind == "penalized" or followed
+    assert followed
     assert not engine.speculator.drafter.met
 
 

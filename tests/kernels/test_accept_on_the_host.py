@@ -83,3 +83,27 @@ def test_rows_become_those_of_the_guesses_behind_them(monkeypatch, folder):
         ).guess_on(chosen, guesses, 3)
         found.append((rows.tokens.tolist(), rows.lengths.tolist()))
     assert found == [([6, 60, 70, 1, 3, 62, 72, 0], [33, 34, 35, 8, 17, 18, 19, 0])] * 2
+
+
+def test_what_a_step_ends_with_is_counted(monkeypatch, folder):
+    """All right; no guess; one right of two: up to the token behind the last right one."""
+    host_cuda.pretend(monkeypatch, folder)
+    chosen = torch.tensor([4, 5, 4, 1, 1, 3, 8])
+    for kind in (KernelHandover, TorchHandover):
+        rows = GuessedRows(
+            tokens=torch.tensor([9, 4, 5, 0, 0, 1, 2, 0]),
+            lengths=torch.tensor([30, 31, 32, 7, 15, 16, 17, 0], dtype=torch.int32),
+            before=torch.tensor([0, 1, 2, 0, 0, 1, 2, 0], dtype=torch.int32),
+            guesses=torch.zeros(8, dtype=torch.int64),
+            at=torch.tensor([2, 2, 2, 0, 3, 3, 3, 0]),
+            first=torch.tensor([0, 3, 4, 0]),
+            unread=torch.zeros(8, dtype=torch.int64),
+            unread_at=torch.zeros(8, dtype=torch.int64),
+        )
+        nobody = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+        times = torch.zeros(4, 10, dtype=torch.int32)
+        times[2, 5] = 1
+        kind(rows, SequenceRows(*nobody)).count(chosen, times, 3)
+        want = torch.zeros_like(times)
+        want[2, 4], want[2, 5], want[0, 1], want[3, 1], want[3, 3] = 2, 2, 1, 1, 1
+        assert torch.equal(times, want)

@@ -1,6 +1,7 @@
 """The sampling kernel's own source on the CPU: which tokens it keeps and draws, against float64."""
 
 import math
+from dataclasses import replace
 
 import host_cuda
 import pytest
@@ -8,7 +9,7 @@ import torch
 from sampling_rows import Asked, kept_by, table_of
 
 from flyweight.engine.sampling import gumbel_noise
-from flyweight.kernels.sample import Masks, Plan, Sampler, When
+from flyweight.kernels.sample import Guessed, Masks, Plan, Sampler, When
 from flyweight.kernels.sample_reference import Filters, kept
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -206,3 +207,35 @@ def test_candidates_that_are_too_many_for_one_block_are_counted_instead():
     for row, token, bound in zip(logits, tokens, bounds, strict=True):
         want = kept(row, Filters(top_k=top_k)).tokens
         assert torch.equal(kept_by(bound, row), want) and want[token]
+
+
+def test_penalties_count_guesses_before_a_row_and_nothing_that_may_not_stay():
+    """Rows of one sequence, each with the guesses up to its own; another one's first row."""
+    size = VOCABULARY
+    asked = [Asked(Filters(0.0), repetition=2.0, frequency=1.0, length=99)] * 2
+    table = table_of(asked, size)
+    _, in_answer = table.seen
+    in_answer[0, 700] = 1
+    logits = torch.zeros(4, size)
+    logits[:, 7], logits[:, 700], logits[:, 9] = 8.0, 7.0, 3.5
+    before = torch.tensor([0, 1, 2, 0], dtype=torch.int32)
+    guessed = Guessed(torch.tensor([700, 7, 700, 4]), before)
+    chosen = torch.full((4,), -1)
+    counts = in_answer.clone()
+    sample(
+        logits,
+        None,
+        table=replace(table, guessed=guessed),
+        rows=torch.tensor([0, 0, 0, 1]),
+        positions=torch.tensor([5, 6, 7, 5]),
+        chosen=chosen,
+    )
+    # 7: 8, then 8 / 2 − 1 = 3; 700: 7 / 2 − 1 = 2.5 in the first row, 1.5 in the third
+    assert chosen.tolist() == [7, 9, 9, 7]
+    assert torch.equal(in_answer, counts)
+    for row in (0, 1, 2):  # as if they stood in the answer
+        alone = table_of(asked[:1], size)
+        alone.seen[1][0] = counts[0]
+        for token in guessed.tokens[1 : 1 + row].tolist():
+            alone.seen[1][0, token] += 1
+        assert sample(logits[row : row + 1], None, table=alone)[0][0] == chosen[row]

@@ -11,6 +11,21 @@ from pathlib import Path
 from flyweight.errors import OptionError
 
 
+def read(path: Path) -> str:
+    """A text in a file that the user named."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise OptionError(f"--text {path}: no such file") from None
+    except OSError as error:
+        raise OptionError(f"--text {path}: {error.strerror}; a text file is wanted") from None
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--text {path}: not UTF-8 text ({error.reason})") from None
+    if not text.strip():
+        raise OptionError(f"--text {path}: the file is empty")
+    return text
+
+
 @functools.cache
 def tokens_of(model: str, path: Path) -> tuple[int, ...]:
     """The whole text in the model's tokens."""
@@ -23,10 +38,7 @@ def tokens_of(model: str, path: Path) -> tuple[int, ...]:
     tokenizer = tokenizer_of(Checkpoint(resolve(model)))
     if tokenizer is None:
         raise OptionError(f"--text: {model} has no tokenizer")
-    try:
-        return tuple(tokenizer.encode(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--text {path}: {error}") from None
+    return tuple(tokenizer.encode(read(path)))
 
 
 def text_prompts(model: str, path: Path, count: int, length: int, *, seed: int) -> list[list[int]]:

@@ -96,7 +96,7 @@ def latency(
     """
     from dataclasses import replace
 
-    from flyweight.bench import workloads
+    from flyweight.bench import texts, workloads
     from flyweight.bench.sweep import TABLES, Plan
 
     own = [value for value in (batch, input, output) if value is not None]
@@ -110,6 +110,7 @@ def latency(
         else [workloads.find(name) for name in workload or workloads.LATENCY]
     )
     if text is not None:  # rows of texts are none of random tokens
+        texts.read(text)  # refused before a model is loaded
         works = [replace(work, name=f"{work.name or 'own'} of {text.name}") for work in works]
     plan = Plan(
         TABLES["latency"],
@@ -266,7 +267,9 @@ def engine_options(
 ) -> EngineOptions:
     from flyweight.backends.base import EngineOptions
     from flyweight.bench.cases import parse_sampling
+    from flyweight.engine.speculation.option import Speculation
 
+    Speculation.parse(speculate)  # refused before a model is loaded
     given = {"kv_dtype": kv_dtype, "speculate": speculate}
     extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for pair in pairs or ():

@@ -300,7 +300,7 @@ class Engine:
         results = flight.results()
         now = time.perf_counter()
         self._learn(flight, results, now)
-        if flight.speculative and self.runner.rows.mode.penalized:
+        if flight.speculative and not flight.counted and self.runner.rows.mode.penalized:
             self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
             work.request.pending -= work.outputs

@@ -34,6 +34,7 @@ class Flight:
     answers: bool  # logprobs of the chosen tokens are among it
     # number of a work, the prompt tokens after each of its own
     prompts: list[tuple[int, list[int]]]
+    counted: bool = False  # penalties of steps behind it count what it gives
 
     @functools.cached_property
     def speculative(self) -> bool:

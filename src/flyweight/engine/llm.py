@@ -228,7 +228,12 @@ class LLM:
         self._prepare_prompts()
         if guessing is not None:
             assert wanted.guesses is not None
-            drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
+            drafter = HeadDrafter(
+                guessing,
+                self.engine.runner,
+                guesses=wanted.guesses,
+                varied=wanted.while_it_pays,
+            )
         if drafter is not None:
             self.engine.speculator = speculator_of(
                 drafter, wanted.guesses, while_it_pays=wanted.while_it_pays

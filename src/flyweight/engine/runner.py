@@ -13,6 +13,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy
 import torch
@@ -34,6 +35,7 @@ from flyweight.engine.speculation.shared_rows import (
 )
 from flyweight.engine.speculation.verify import choose_after_drafts
 from flyweight.engine.work import Work
+from flyweight.kernels.sample import Guessed
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload
@@ -166,7 +168,6 @@ class Runner:
         rows = self.rows
         return (
             self.steps is not None
-            and not rows.mode.penalized
             and len(rows) == len(works) <= self.steps.largest
             and all(
                 work.request.number in rows.row_of and work.request.number not in rows.behind
@@ -178,7 +179,6 @@ class Runner:
         """Whether a step like this one with guesses can be launched behind it, unread."""
         return (
             self.shared_steps is not None
-            and not self.rows.mode.penalized
             and len(self.rows) == len(works)
             and self.shared_rows.repeats(works)
         )
@@ -232,6 +232,7 @@ class Runner:
         self.rows.extend()
         count = rows.guess_on(works) if is_unread(works) else rows.fill(works)
         outputs = sum(work.outputs for work in works)
+        counts = outputs == count and self.rows.mode.penalized
         logits = steps.advance(count)
 
         def choose() -> Flight:
@@ -246,12 +247,16 @@ class Runner:
                 sampled, at, lengths, likeliest = (
                     tensor.index_select(0, kept) for tensor in (sampled, at, lengths, likeliest)
                 )
-            tokens = self._choose(works, sampled, at, lengths, likeliest)
+            guessed = rows.guessed if counts else None
+            tokens = self._choose(works, sampled, at, lengths, likeliest, guessed)
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
             flight = self._land(
                 works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens
             )
             # once the tokens are on their way to the host
+            if counts and flight.speculative:
+                flight = replace(flight, counted=True)
+                rows.count(tokens)
             if self.follower is not None and followed:
                 self.follower.after_rows(works, rows, tokens)
                 return flight
@@ -303,6 +308,7 @@ class Runner:
         at: Tensor,
         positions: Tensor,
         likeliest: Tensor | None = None,
+        guessed: Guessed | None = None,
     ) -> Tensor:
         """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the
         position that it fills (int32), and its likeliest token where that is known. Where none of
@@ -316,7 +322,12 @@ class Runner:
             if rows.mode == GREEDY and likeliest is not None and not allowed:
                 return likeliest
             return choose_after_drafts(
-                masked(logits, allowed) if allowed else logits, rows, works, at, positions.long()
+                masked(logits, allowed) if allowed else logits,
+                rows,
+                works,
+                at,
+                positions.long(),
+                guessed,
             )
         rows.lengths.index_copy_(0, at, positions + 1)
         rows.behind.difference_update(request.number for request in requests)
@@ -324,7 +335,9 @@ class Runner:
 
     @torch.inference_mode()
     def settle(self, works: Sequence[Work], results: Sequence[Result]) -> None:
-        """After a step with drafts, where a row has penalties: the tokens that were kept count."""
+        """After a step with drafts, where a row has penalties and the device did not see to it: the
+        tokens that were kept count.
+        """
         rows = self.rows
         pairs = [
             (rows.row_of[work.request.number], token)

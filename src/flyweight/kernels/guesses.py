@@ -53,6 +53,11 @@ class Handover(Protocol):
         the length that counts it.
         """
 
+    def count(self, chosen: Tensor, times: Tensor, count: int) -> None:
+        """What was `chosen` up to behind the last right guess of the first `count` sequences is
+        counted in `times`, int32 [rows of sequences, vocabulary].
+        """
+
     def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
         """The rows become those of the next step, with as many guesses of each of the first `count`
         sequences: the token `chosen` behind its last right guess, then its column of `found`
@@ -70,6 +75,7 @@ class KernelHandover:
         self._take = functools.partial(source.kernel("take").launch, 1, THREADS)
         self._guess_on = functools.partial(source.kernel("guess_on").launch, 1, THREADS)
         self._go_on = functools.partial(source.kernel("go_on").launch, 1, THREADS)
+        self._count = functools.partial(source.kernel("count").launch, 1, THREADS)
 
     def take(self, count: int) -> None:
         rows = self.rows
@@ -79,6 +85,11 @@ class KernelHandover:
         rows, sequences = self.rows, self.sequences
         into = (sequences.tokens, sequences.lengths)
         self._go_on((chosen, rows.guesses, rows.first, rows.at, rows.lengths, *into, count))
+
+    def count(self, chosen: Tensor, times: Tensor, count: int) -> None:
+        rows = self.rows
+        where = (rows.before, rows.first, rows.at)
+        self._count((chosen, rows.tokens, *where, times, times.shape[1], len(chosen), count))
 
     def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
         rows = self.rows
@@ -105,11 +116,26 @@ class TorchHandover:
         sequences.tokens.index_copy_(0, at, chosen.index_select(0, last))
         sequences.lengths.index_copy_(0, at, rows.lengths.index_select(0, last) + 1)
 
-    def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
+    def count(self, chosen: Tensor, times: Tensor, count: int) -> None:
+        rows = self.rows
+        first = rows.first[:count]
+        last = self._last(chosen, count)
+        kept = torch.arange(len(chosen), device=chosen.device)
+        sequence = (rows.before[: len(chosen)] == 0).cumsum(0) - 1
+        kept = kept[(first[sequence] <= kept) & (kept <= last[sequence])]
+        places = (rows.at.index_select(0, kept), chosen.index_select(0, kept))
+        times.index_put_(places, torch.ones_like(kept, dtype=times.dtype), accumulate=True)
+
+    def _last(self, chosen: Tensor, count: int) -> Tensor:
+        """Of each sequence the row whose guesses before it were right, by the rows' own tokens."""
         rows = self.rows
         guessed = rows.tokens[: len(chosen)].roll(-1)
         guessed[rows.before[: len(chosen)].roll(-1) == 0] = -1
-        last = last_rows(chosen, guessed, rows.first[:count])
+        return last_rows(chosen, guessed, rows.first[:count])
+
+    def guess_on(self, chosen: Tensor, found: Tensor, count: int) -> None:
+        rows = self.rows
+        last = self._last(chosen, count)
         lengths = rows.lengths.index_select(0, last) + 1
         tokens = torch.cat([chosen.index_select(0, last)[None], found[:, :count]])
         before = rows.before[: len(chosen)].long()

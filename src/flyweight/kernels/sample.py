@@ -50,6 +50,14 @@ class When(enum.Enum):
 
 
 @dataclass(frozen=True, eq=False)
+class Guessed:
+    """Rows of a step that checks guesses."""
+
+    tokens: Tensor  # int64 [at least the rows of the launch]
+    before: Tensor  # int32 [as many]: how many of each row's last tokens are guesses
+
+
+@dataclass(frozen=True, eq=False)
 class SampleTable:
     """What the running sequences ask for, one row each; a row is read when it is sampled."""
 
@@ -59,6 +67,8 @@ class SampleTable:
     integers: Tensor  # int64 [INTEGERS, rows]
     bias: tuple[Tensor, Tensor, Tensor] | None  # [rows, MOST_BIASES]: id (rising), value, end
     seen: tuple[Tensor, Tensor] | None  # [rows, vocabulary]: bool in prompt, int32 in answer
+    # of a launch that checks guesses: penalties count those before a row, and not what it chooses
+    guessed: Guessed | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +131,8 @@ class Sampler:
             table.integers,
             *bias,
             *seen,
+            table.guessed and table.guessed.tokens,
+            table.guessed and table.guessed.before,
             masks and masks.bits,
             masks and masks.of_row,
             chosen,

@@ -24,6 +24,9 @@ class Drafter(Protocol):
         it, before anybody knows which of these were right.
         """
 
+    def expect(self, count: int) -> None:
+        """No more than so many guesses will be asked for in the next step."""
+
     def promising(self, request: Request) -> bool:
         """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step,
         before they are.

@@ -57,12 +57,15 @@ def tap(target: Decoder, head: DraftHead) -> None:
 class HeadDrafter:
     guesses_ahead = False
 
-    def __init__(self, head: DraftHead, runner: Runner, *, guesses: int):
+    def __init__(self, head: DraftHead, runner: Runner, *, guesses: int, varied: bool = False):
+        """`varied`: it may be asked to `expect` fewer guesses."""
         assert isinstance(runner.model, Decoder) and runner.model.taps is not None
         self.head = head
         self.target = runner.model
         self.runner = runner
         self.guesses = guesses
+        self.varied = varied
+        self.count = guesses  # of guesses that are made behind a step
         self.cache = head.cache(runner.spare + 1, runner.block_size)
         self.guessed: dict[int, Sequence[int]] = {}
         self.lost: set[int] = set()  # requests with a hole in the head's cache
@@ -85,7 +88,11 @@ class HeadDrafter:
 
     def warm_up(self) -> None:
         if self.graphs is not None:
-            self.graphs.warm_up()
+            self.graphs.warm_up(least=1 if self.varied else self.guesses)
+
+    def expect(self, count: int) -> None:
+        if self.varied:
+            self.count = min(count, self.guesses)
 
     def guesses_unread(self, works: Sequence[Work]) -> bool:
         """Its guesses lie on the device anyhow."""
@@ -145,7 +152,7 @@ class HeadDrafter:
         self._over(works)
         rows.hold(tokens)
         self.graphs.follow(len(tokens))
-        self._expect(works, self.graphs.chain(len(works)))
+        self._expect(works, self.graphs.chain(len(works), self.count))
 
     def after_pass(self, works: Sequence[Work], packed: Packed, tokens: Tensor) -> None:
         """A step of any mix; `tokens`: chosen after the rows that sample."""
@@ -190,7 +197,7 @@ class HeadDrafter:
         for column, work in enumerate(works):
             number = work.request.number
             if number not in self.lost:
-                self.guessed[number] = LateDrafts(arrival, column, self.guesses)
+                self.guessed[number] = LateDrafts(arrival, column, len(found))
 
     def _over(self, works: Sequence[Work]) -> None:
         """Guesses for these have had their step."""
@@ -228,7 +235,7 @@ class HeadDrafter:
         state.lengths.zero_()
         state.lengths[:count].copy_(lengths)
         state.tables[:count, :-1].copy_(tables)
-        return graphs.chain(count)
+        return graphs.chain(count, self.count)
 
     def _chain_step_by_step(self, hidden: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
         head = self.head
@@ -236,10 +243,10 @@ class HeadDrafter:
         blank = tables.new_full((len(tables), 1), self.runner.spare)
         tables = torch.cat([tables, blank], 1)
         found = []
-        for guess in range(self.guesses):
+        for guess in range(self.count):
             tokens = head.guess(hidden)
             found.append(tokens)
-            if guess + 1 == self.guesses:
+            if guess + 1 == self.count:
                 break
             at = lengths.long()
             slots = tables.long().gather(1, at[:, None] // page)[:, 0] * page + at % page

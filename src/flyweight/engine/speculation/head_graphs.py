@@ -3,7 +3,7 @@
     follow(rows)      the model's hidden states of all rows of the step, with the tokens chosen
                       after them, go through the head's layer; the last right row of each sequence
                       is kept
-    chain(sequences)  head ─► likeliest token ─► layer ─► head ─► …: all guesses, one after the
+    chain(sequences, guesses)  head ─► likeliest token ─► layer ─► head ─► …: one guess after the
                       other
 
 Nothing in between comes to the host: which guesses of the step were right is found out on the
@@ -85,22 +85,27 @@ class HeadGraphs:
         self.launches: dict[Hashable, Callable[[], None]] = {}
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, least: int) -> None:
+        """With chains of at least so many guesses."""
         for size in sorted(self.sizes, reverse=True):
             self._capture(("follow", size), self._follow(size))
         for size in sorted(SEQUENCES, reverse=True):
-            self._capture(("chain", size), self._chain(size))
+            for guesses in range(least, self.guesses + 1):
+                self._capture(("chain", size, guesses), self._chain(size, guesses))
 
     def follow(self, rows: int) -> None:
         """The step's rows are in `rows`, and so are the tokens chosen after them."""
         size = next(size for size in self.sizes if size >= rows)
         self._replay(("follow", size), lambda: self._follow(size))
 
-    def chain(self, sequences: int) -> Tensor:
+    def chain(self, sequences: int, guesses: int) -> Tensor:
         """Guesses after `state`, which goes on with them: int64 [guesses, at least so many]."""
         size = next(size for size in SEQUENCES if size >= sequences)
-        self._replay(("chain", size), lambda: self._chain(size))
-        return self.found[: self.guesses * size].view(self.guesses, size)
+        self._replay(("chain", size, guesses), lambda: self._chain(size, guesses))
+        return self._places(size, guesses)
+
+    def _places(self, size: int, guesses: int) -> Tensor:
+        return self.found[: guesses * size].view(guesses, size)
 
     # -- what is captured ------------------------------------------------------------------
 
@@ -146,12 +151,12 @@ class HeadGraphs:
 
         return launch
 
-    def _chain(self, size: int) -> Callable[[], None]:
+    def _chain(self, size: int, guesses: int) -> Callable[[], None]:
         head = self.head
         state = self.state
         hidden = state.hidden[:size]
         lengths = state.lengths[:size]
-        found = self.found[: self.guesses * size].view(self.guesses, size)
+        found = self._places(size, guesses)
         stage = self._stage(StepRows(self.ids[:size], lengths, state.tables[:size]))
         logits = self.buffers.take("logits", sum(head.head.sizes), size)
         greedy = GreedyChoice(size, head.device)
@@ -165,7 +170,7 @@ class HeadGraphs:
                     else:
                         greedy(logits, self.ids[:size], lengths)
                         torch.index_select(head.to_model, 0, self.ids[:size], out=tokens)
-                    if guess + 1 < self.guesses:
+                    if guess + 1 < guesses:
                         stage.place = 0
                         result = head.step(self._embed(tokens), hidden, stage, self.buffers)
                         if result.data_ptr() != hidden.data_ptr():

@@ -67,6 +67,7 @@ class Chance:
 
     right: float = 0.0
     tried: float = 0.0
+    steps: int = 0
 
     @property
     def value(self) -> float:
@@ -75,6 +76,12 @@ class Chance:
     def fade(self, by: float) -> None:
         self.right *= by
         self.tried *= by
+
+    def observe(self, drafted: int, accepted: int, *, fade: float = FADE) -> None:
+        self.fade(fade)
+        self.right += accepted
+        self.tried += min(drafted, accepted + 1)  # those behind a wrong one say nothing
+        self.steps += 1
 
 
 class StepTimes:
@@ -130,10 +137,7 @@ class Measured:
         self.times.learn(seconds, rows)
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
-        chance = self.chances.setdefault(request.number, Chance())
-        chance.fade(FADE)
-        chance.right += accepted
-        chance.tried += min(drafted, accepted + 1)  # those behind a wrong one say nothing
+        self.chances.setdefault(request.number, Chance()).observe(drafted, accepted)
 
     def forget(self, request: Request) -> None:
         self.chances.pop(request.number, None)

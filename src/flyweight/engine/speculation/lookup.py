@@ -3,13 +3,13 @@
 What an answer quotes is copied better than it is guessed: a match of n-grams costs no step of a
 model or a head, is right more often, and gives more guesses at once. Between matches the other one
 guesses. A head follows every step whoever guessed in it, and a model catches up with what it has
-not seen, so neither has to be told. With a trial the other one guesses for as long as that pays;
-what is left then is n-grams as they are alone.
+not seen, so neither has to be told. With a trial the other one guesses for as long as that pays,
+and as much as pays; what is left then is n-grams as they are alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from flyweight.engine.request import Request
 from flyweight.engine.speculation.drafter import Drafter
@@ -22,8 +22,8 @@ LEAST = 3  # tokens that must agree: two are less sure than what others guess
 
 class LookupFirst:
     def __init__(self, other: Drafter, guesses: int, trial: Trial | None = None):
-        """`guesses`: of the other, in a step. `trial`: the other guesses where that pays; None:
-        everywhere.
+        """`guesses`: of the other, in a step, or at most. `trial`: the other guesses where and as
+        much as that pays; None: everywhere.
         """
         self.lookup = NgramDrafter(LEAST)
         self.other = other
@@ -49,6 +49,9 @@ class LookupFirst:
         )
         return not quoting and self.other.guesses_unread(works)
 
+    def expect(self, count: int) -> None:
+        """That is for the other."""
+
     def promising(self, request: Request) -> bool:
         return self.other.promising(request)
 
@@ -70,9 +73,20 @@ class LookupFirst:
             if request.pending != 1 and request.number not in self.found | self.given_up
         ]
         if rest:
-            fewer = {request.number: min(self.guesses, most[request.number]) for request in rest}
+            fewer = {number: min(count, most[number]) for number, count in self._counts(rest)}
             found.update(self.other.propose(rest, fewer))
         return found
+
+    def _counts(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+        """Guesses of the other, by request number. Behind guesses that nobody has read there are as
+        many as of those.
+        """
+        count = self.guesses
+        if self.trial is not None:
+            count = self.trial.count(requests, self.sequences)
+            self.other.expect(count)
+        for request in requests:
+            yield request.number, request.pending - 1 if request.pending else count
 
     def _meet(self, request: Request) -> None:
         if request.number in self.met:
@@ -94,11 +108,11 @@ class LookupFirst:
         if self.trial is None:
             return
         numbers = {work.request.number for work in works}
-        guessed = {work.request.number for work in works if work.drafts}
-        if not guessed and numbers <= self.given_up:
-            self.trial.learn(seconds, len(works), guessed=False)
-        elif guessed and not guessed & (self.found | self.given_up):
-            self.trial.learn(seconds, len(works), guessed=True)
+        counts = {len(work.drafts) for work in works}
+        if counts == {0} and numbers <= self.given_up:
+            self.trial.learn(seconds, len(works), 0)
+        elif len(counts) == 1 and not numbers & (self.found | self.given_up):
+            self.trial.learn(seconds, len(works), counts.pop())
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
         number = request.number
@@ -108,7 +122,7 @@ class LookupFirst:
         self.other.observe(request, drafts, accepted)
         if self.trial is None or number in self.given_up:
             return
-        self.trial.observe(request, accepted)
+        self.trial.observe(request, len(drafts), accepted)
         if not self.trial.pays(request, self.sequences):
             self.release(request)
 

@@ -64,6 +64,9 @@ class ModelDrafter:
     def guesses_unread(self, works: Sequence[Work]) -> bool:
         return False
 
+    def expect(self, count: int) -> None:
+        pass
+
     def promising(self, request: Request) -> bool:
         """A model always has a guess."""
         return len(request.tokens) + request.pending < self.context

@@ -117,6 +117,9 @@ class NgramDrafter:
     def guesses_unread(self, works: Sequence[Work]) -> bool:
         return False
 
+    def expect(self, count: int) -> None:
+        pass
+
     def promising(self, request: Request) -> bool:
         return True
 

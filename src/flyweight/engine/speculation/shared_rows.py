@@ -24,6 +24,7 @@ from flyweight.engine.speculation.late import LateDrafts
 from flyweight.engine.work import Work
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.kernels.guesses import GuessedRows, SequenceRows, handover
+from flyweight.kernels.sample import Guessed
 from flyweight.models.decode_step import DecodeStep
 from flyweight.models.layer import Block
 from flyweight.transfer import Stage, StagedColumns
@@ -178,6 +179,17 @@ class SharedRows:
         self._sequences = 0
         self.copy_tables()
         return count
+
+    @property
+    def guessed(self) -> Guessed:
+        """Of the latest step."""
+        return Guessed(self.tokens, self.before)
+
+    def count(self, chosen: Tensor) -> None:
+        """Penalties of the next steps count what the latest one, in which every row was sampled
+        from, ends with.
+        """
+        self._handover.count(chosen, self.rows.sampling.seen[1], len(self._layout))
 
     def go_on(self, chosen: Tensor) -> None:
         """The rows of `Rows` take what the step ends with: the token chosen behind the last right

@@ -135,7 +135,7 @@ def speculator_of(
         return Speculator(drafter, Measured())
     if isinstance(drafter, NgramDrafter):
         return Speculator(drafter, Fixed(guesses))
-    trial = Trial() if while_it_pays else None
+    trial = Trial(guesses) if while_it_pays else None
     return Speculator(LookupFirst(drafter, guesses, trial), Fixed(max(guesses, MOST_GUESSES)))
 
 

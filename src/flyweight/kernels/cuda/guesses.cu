@@ -3,6 +3,7 @@
 //   take    rows' tokens[place[i]] = sequences' tokens[sequence[i]]: last tokens that are still in flight
 //   go_on   row = first[s];  while the token chosen after row is the one guessed there:  row += 1
 //           the sequence of row takes that token, and the length that counts it
+//   count   the tokens chosen after row first[s] and its right guesses are counted for the sequence
 //   guess_on  the same token and length into the row first[s] itself, and behind it the next guesses, as many as it had
 //
 // Work split: a thread a token or a sequence (at most CHUNK steps each).
@@ -30,6 +31,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int sequence = (int)at[row];
   sequence_tokens[sequence] = chosen[row];
   sequence_lengths[sequence] = lengths[row] + 1;
+}
+
+// `times` [sequences][vocabulary], as penalties read it
+extern "C" __global__ void __launch_bounds__(THREADS)
+    count(const u64* chosen, const u64* tokens, const int* before, const u64* first, const u64* at, int* times, int vocabulary, int rows,
+          int sequences) {
+  wait_for_inputs();
+  const int s = threadIdx.x;
+  if (s >= sequences) return;
+  int row = (int)first[s];
+  int* own = times + (size_t)at[row] * vocabulary;
+  own[chosen[row]] += 1;
+  for (; row + 1 < rows && before[row + 1] > 0 && chosen[row] == tokens[row + 1]; row++) own[chosen[row + 1]] += 1;
 }
 
 // `before`: rows of the same sequence before each; `found` [guesses][stride], a column a sequence.

@@ -49,13 +49,14 @@
 #define LIST THREADS  // candidates: one a thread
 #define MOST_BIASES 320
 #define BIAS_WORDS 256
+#define MOST_GUESSES 7  // before a row of a step that checks them
 #define WARPS (THREADS / 32)
 #define BYTES (TYPE == 2 ? 4 : 2)
 #define UNIT 0x1p44f  // of masses: what the largest logit has
 
 // What a row asks to be done to its logits before anything else.
 struct Changes {
-  int at, biases, position;
+  int at, biases, position, guesses;
   float repetition, presence, frequency;
   bool penalized;
   const u8* allowed;  // bits, or null
@@ -64,6 +65,7 @@ struct Changes {
   u32 biased[BIAS_WORDS];  // a bit a pair of tokens, modulo their number: may have a bias
   int ids[MOST_BIASES];
   float values[MOST_BIASES];
+  int guessed[MOST_GUESSES];  // tokens that count as if they stood in the answer
 
   DEVICE bool any() const { return biases || penalized || allowed; }
   // By all threads, between two barriers.
@@ -92,7 +94,8 @@ struct Changes {
   DEVICE float penalize(int id, float v) const {
     if (id >= VOCAB) return v;
     const size_t place = (size_t)at * VOCAB + id;
-    const int times = in_answer[place];
+    int times = in_answer[place];
+    for (int i = 0; i < guesses; i++) times += guessed[i] == id;
     if (times > 0 || in_prompt[place]) v = v > 0.f ? v / repetition : v * repetition;
     if (times > 0) v = __fadd_rn(__fadd_rn(v, -__fmul_rn(frequency, (float)times)), -presence);
     return v;
@@ -543,14 +546,17 @@ struct Row {
 // is filled is positions[n] or, where that is null, by `lengths`: with `advance` they do not count
 // the token yet, and get it counted (0: nobody is here), else they do.
 // masks [.., mask_words] bits of what is allowed, mask_of [n] or −1.
+// guessed [n], before [n]: the tokens of a step that checks guesses, and how many of each row's last
+// ones are guesses, which penalties count. They do not count what is chosen then: who knows whether
+// it stays.
 // skip_plain: rows that want nothing but the likeliest token have it already.
 // tokens[row] and chosen[n] get the token, bounds[n] (for tests) the word of the last one kept.
 extern "C" __global__ void __launch_bounds__(THREADS) sample(
     const void* logits, const u64* rows, u64* tokens, int* lengths, const u64* positions,
     const float* values, const u64* integers, const u64* bias_ids, const float* bias_values,
-    const u64* bias_ends, const u8* in_prompt, int* in_answer, const u8* masks, const int* mask_of,
-    u64* chosen, u64* bounds, int stride, int capacity, int mask_bytes, int skip_plain,
-    int advance) {
+    const u64* bias_ends, const u8* in_prompt, int* in_answer, const u64* guessed,
+    const int* before, const u8* masks, const int* mask_of, u64* chosen, u64* bounds, int stride,
+    int capacity, int mask_bytes, int skip_plain, int advance) {
   const int n = blockIdx.x / CLUSTER, at = rows ? (int)rows[n] : n;
   const int length = lengths[at];
   if (advance && !length) return;
@@ -583,6 +589,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
       changes.repetition = repetition, changes.presence = presence, changes.frequency = frequency;
       changes.allowed = mask < 0 ? nullptr : masks + (size_t)mask * mask_bytes;
       changes.in_prompt = in_prompt, changes.in_answer = in_answer;
+      changes.guesses = before ? before[n] : 0;
+      for (int i = 0; i < changes.guesses; i++) changes.guessed[i] = (int)guessed[n - i];
     }
     __syncthreads();
     changes.read_biases(bias_ids, bias_values, bias_ends);
@@ -597,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
     if (chosen) chosen[n] = token;
     if (bounds) bounds[n] = last;
     if (advance) lengths[at] = length + 1;
-    if (penalized) in_answer[(size_t)at * VOCAB + token] += 1;
+    if (penalized && !before) in_answer[(size_t)at * VOCAB + token] += 1;
   }
   cluster_sync();  // others may still read what this CTA has told
 }

@@ -61,7 +61,10 @@ def layer_config(config: dict[str, Any], context: int) -> dict[str, Any]:
 def load(weights: Weights, target: Decoder, *, bits: int | None = None) -> DraftHead:
     given = weights.config
     if not is_eagle3(given):
-        raise CheckpointError("config.json: not an EAGLE-3 head (architectures names none)")
+        where = getattr(weights, "folder", "this model")
+        raise CheckpointError(
+            f"{where}: not an EAGLE-3 head: architectures in its config.json names none"
+        )
     context = target.config.context_length
     data = layer_config(given, context)
     config = ModelConfig.from_dict(data)
