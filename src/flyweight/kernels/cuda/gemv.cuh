@@ -86,11 +86,11 @@
 #define GATED_INPUT 0
 #endif
 static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
+#define PLACES (HELD_INPUTS ? 2 : 1)  // for partial sums, by turns: with two, warps meet once at a round's end
 #define ALL_THREADS (THREADS + (OWN_COPIES ? 0 : 32) + (ADAPTER_RANK ? 32 : 0))  // with those that fetch, and that add an adapter
 constexpr bool QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;     // of blocks have sums of x: gemv_bits.cuh
 constexpr bool IN_QUARTERS = QUARTERS && !AS_HALVES;                 // columns of B are
 static_assert(!AS_HALVES || QUARTERS, "what it is for");
-constexpr int PLACES = HELD_INPUTS ? 2 : 1;  // for partial sums, by turns: with two, warps meet once at a round's end
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;

@@ -28,7 +28,7 @@ template <typename TileAt> struct Rounds {
 #if HELD_INPUTS
   int place = 0;  // of this round's partial sums
 #else
-  static constexpr int place = 0;
+  enum { place = 0 };
 #endif
   DEVICE void begin(int first) {
     o = {};

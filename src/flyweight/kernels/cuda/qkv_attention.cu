@@ -92,8 +92,8 @@ constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
 constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
-constexpr int RESULTS = QUERIES * HEAD_DIM;
-constexpr int RESULTS_AT_ONCE = TOGETHER && RESULTS >= 4 * THREADS ? 4 : OWN_COPIES && RESULTS >= 2 * THREADS ? 2 : 1;  // that a thread adds up
+constexpr int RESULTS_AT_ONCE =  // that a thread adds up
+    TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : OWN_COPIES && QUERIES * HEAD_DIM >= 2 * THREADS ? 2 : 1;
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
 static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
