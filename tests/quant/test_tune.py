@@ -92,13 +92,16 @@ def test_a_part_starts_as_the_tensor_that_it_is_made_of(symmetric):
         torch.testing.assert_close(part.result().dequantize(), part.tensor.dequantize())
 
 
-def test_a_code_moves_to_its_neighbour_once_its_nudge_is_beyond_a_half_and_never_off_the_grid():
+def test_a_code_moves_to_its_neighbour_once_it_is_half_way_there_and_never_off_the_grid():
     tensor = IntGroup.random((4, 64), bits=3, group_size=32, dtype=torch.float16)
     part = Part(tensor, rounding=True)
-    part.nudge.data.fill_(0.4)
+    with torch.no_grad():
+        part.codes += 0.4
     assert torch.equal(part.result().values(), tensor.values())
-    part.nudge.data.fill_(0.9)
-    assert torch.equal(part.result().values(), (tensor.values() + 1).clamp(max=7))
+    with torch.no_grad():
+        part.codes += 2.2
+    part.stay_inside()
+    assert torch.equal(part.result().values(), (tensor.values() + 3).clamp(max=7))
 
 
 def test_gradients_block_by_block_are_those_of_the_whole(model):

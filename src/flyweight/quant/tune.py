@@ -7,9 +7,9 @@ what the original does.
     backward   … ← h₁ ← block i once more, with gradients; what it is made of moves at once
 
 No gradient outlives its block: memory holds the packed weights, the hidden states of one batch and
-one dense block. With `rounding` codes move too, by sign-SGD: a code becomes its neighbour where the
-gradient keeps pointing there. Some samples are held out; the result is kept only if their loss
-falls.
+one dense block. With `rounding` codes move too: each is a float32 with Adam's two averages (twelve
+bytes a weight), is rounded wherever it is used, and gets the gradient of what it was rounded to.
+Some samples are held out; the result is kept only if their loss falls.
 
 `tune_block` does the same to one block alone, towards the output of the original's block, before
 the blocks behind it are solved: those then see inputs that are nearer to the original's.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage
 from flyweight.quant.cache import ActivationCache
-from flyweight.quant.rounding import SAME_GRADIENTS, output_error, straight_round, trainable
+from flyweight.quant.rounding import SAME_GRADIENTS, output_error, trainable
 from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
 from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
@@ -49,7 +50,7 @@ class Tuning:
     steps: int = 200
     batch: int = 8  # sequences in a step
     rate: float = 1e-3  # Adam's first step, as a share of the size of what moves
-    rounding: float = 0.0  # how far a code can travel in all; it changes after half a step
+    rounding: float = 0.0  # how many steps of its grid a code can travel in all
     seed: int = 0
 
 
@@ -71,9 +72,21 @@ class Movable:
         return self.value().detach().to(self.stored.dtype)
 
 
+class Through(torch.autograd.Function):
+    """Rounding that passes its gradient on."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 class Part:
-    """One quantized weight with what may move in it; codes lie unpacked, one byte each (indices of
-    vectors: eight).
+    """One quantized weight with what may move in it; indices of vectors lie unpacked, eight bytes
+    each.
     """
 
     def __init__(self, tensor: QuantTensor, *, rounding: bool) -> None:
@@ -83,45 +96,38 @@ class Part:
             for name in FIELDS.get(tensor.kind, ())
             if getattr(tensor, name) is not None
         }
-        self.integers = self.indices = self.nudge = None
+        self.codes: Tensor | None = None  # less their zero points [out, groups, size]
+        self.indices = None
+        self.moving = rounding and isinstance(tensor, IntGroup)
         if isinstance(tensor, IntGroup):
-            self.integers = tensor.integers().to(torch.int8 if tensor.bits < 8 else torch.int16)
-            if rounding:
-                self.nudge = torch.zeros(
-                    tensor.matrix_shape,
-                    dtype=torch.float16,
-                    device=tensor.device,
-                    requires_grad=True,
-                )
+            codes = tensor.integers().unflatten(1, (tensor.groups, -1))
+            if self.moving:
+                self.codes = codes.float().requires_grad_()
+            else:
+                self.codes = codes.to(torch.int8 if tensor.bits < 8 else torch.int16)
         elif isinstance(tensor, VectorQuant):
             self.indices = tensor.split_indices()
 
-    def nudged(self, round_to: Callable[[Tensor], Tensor]) -> Tensor:
-        """Codes less their zero points [out, in], each moved to a neighbour where its nudge is
-        beyond a half.
-        """
-        assert isinstance(self.tensor, IntGroup) and self.integers is not None
-        if self.nudge is None:
-            return self.integers.float()
-        zeros = (
-            2 ** (self.tensor.bits - 1)
-            if self.tensor.zeros is None
-            else self.tensor.zeros.float()[..., None]
-        )
-        pieces = (self.integers + round_to(self.nudge.float())).unflatten(
-            1, (self.tensor.groups, -1)
-        )
-        return torch.clamp(
-            pieces, -torch.as_tensor(zeros), 2**self.tensor.bits - 1 - torch.as_tensor(zeros)
-        ).flatten(1)
+    def zeros(self) -> Tensor:
+        """[out, groups, 1] or a number for all."""
+        assert isinstance(self.tensor, IntGroup)
+        if self.tensor.zeros is None:
+            return torch.tensor(2.0 ** (self.tensor.bits - 1), device=self.tensor.device)
+        return self.tensor.zeros.float()[..., None]
+
+    @torch.no_grad()
+    def stay_inside(self) -> None:
+        """A code beyond the edge of its grid would have to come back before it counts again."""
+        assert isinstance(self.tensor, IntGroup) and self.codes is not None
+        zeros = self.zeros()
+        self.codes.clamp_(-zeros - 0.49, 2**self.tensor.bits - 1 - zeros + 0.49)
 
     def weight(self) -> Tensor:
         values = {name: field.value() for name, field in self.moves.items()}
         if isinstance(self.tensor, IntGroup) and self.tensor.g_idx is None:
-            return (
-                self.nudged(straight_round).unflatten(1, (self.tensor.groups, -1))
-                * values["scales"][..., None]
-            ).flatten(1)
+            assert self.codes is not None
+            codes = Through.apply(self.codes) if self.moving else self.codes
+            return (codes * values["scales"][..., None]).flatten(1)
         tensor = dataclasses.replace(self.tensor, **values)
         return (
             tensor.decode(*self.indices)
@@ -134,15 +140,11 @@ class Part:
         made = dataclasses.replace(
             self.tensor, **{name: field.result() for name, field in self.moves.items()}
         )
-        if self.nudge is None or not isinstance(made, IntGroup):
+        if not self.moving:
             return made
-        zeros = (
-            2 ** (made.bits - 1)
-            if made.zeros is None
-            else made.zeros.int()[:, made.group_of_column()]
-        )
+        assert isinstance(made, IntGroup) and self.codes is not None
         return IntGroup.from_values(
-            self.nudged(torch.round).int() + zeros,
+            (self.codes.round() + self.zeros()).int().flatten(1),
             made.scales,
             made.zeros,
             bits=made.bits,
@@ -169,8 +171,12 @@ class TunedBlock:
             *self.norms.values(),
             *(field for part in self.parts.values() for field in part.moves.values()),
         ]
+        groups = [{"params": [field.move for field in moving]}]
+        codes = [part.codes for part in self.parts.values() if part.moving]
+        if codes:
+            groups.append({"params": codes})
         self.adam = torch.optim.Adam(
-            [field.move for field in moving], lr=settings.rate, betas=(0.9, 0.95)
+            groups, lr=settings.rate, betas=(0.9, 0.95), fused=work.device.type == "cuda"
         )
 
         self.block = trainable(work)
@@ -209,16 +215,20 @@ class TunedBlock:
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             self.forward(x).backward(gradient)
-        self.adam.param_groups[0]["lr"] = self.settings.rate * share
-        self.adam.step()
-        self.adam.zero_grad()
-        rate = 2 * self.settings.rounding / self.settings.steps * share
-        for part in self.parts.values():
-            if part.nudge is not None and part.nudge.grad is not None:
-                part.nudge.data.sub_(rate * part.nudge.grad.sign()).clamp_(-0.99, 0.99)
-                part.nudge.grad = None
+        self.move(share)
         assert x.grad is not None
         return x.grad
+
+    def move(self, share: float) -> None:
+        """By the gradients that are there."""
+        rates = (self.settings.rate, 2 * self.settings.rounding / self.settings.steps)
+        for group, rate in zip(self.adam.param_groups, rates, strict=False):
+            group["lr"] = rate * share
+        self.adam.step()
+        self.adam.zero_grad()
+        for part in self.parts.values():
+            if part.moving:
+                part.stay_inside()
 
     def finish(self) -> None:
         self.work.quantized |= {name: part.result() for name, part in self.parts.items()}
