@@ -108,11 +108,28 @@ def test_a_recipe_asks_for_it_and_the_note_says_so(model, tmp_path):
     assert not torch.equal(first, second)
 
 
+def test_text_for_tuning_is_seen_by_nothing_before_it(model, tmp_path):
+    keys = {"tune_text": 2, "tune_batch": 4, "tune_rate": 0.01}
+    plain = make(model, tmp_path, "plain")
+    unused = make(model, tmp_path, "unused", **keys)
+    tuned = make(model, tmp_path, "tuned", **keys, tune_steps=4)
+    wild = make(model, tmp_path, "wild", **keys | {"tune_rate": 9.0}, tune_steps=1)
+    calibration = json.loads((tuned / "flyweight.json").read_text())["calibration"]
+    assert (calibration["samples"], calibration["own"], calibration["tuning"]) == (12, 8, 8)
+    name = "model.layers.1.mlp.up_proj"
+    first, same, moved, refused = (
+        Checkpoint(folder).linear(name).dequantize() for folder in (plain, unused, tuned, wild)
+    )
+    assert torch.equal(first, same) and not torch.equal(first, moved)
+    assert torch.equal(first, refused)  # tuning that does not help: what the solvers gave is left
+
+
 def test_what_needs_no_calibration_writes_nothing(model, tmp_path):
     output = make(model, tmp_path, "out", base="rtn-int4", own_text=2)
     assert json.loads((output / "flyweight.json").read_text())["calibration"] is None
 
 
-def test_less_than_nothing_is_refused():
-    with pytest.raises(OptionError, match="own_text is 0 or more, not -1"):
-        Recipe.from_dict({"base": "gptq-int4", "own_text": -1}, "mine")
+@pytest.mark.parametrize("key", ["own_text", "tune_text"])
+def test_less_than_nothing_is_refused(key):
+    with pytest.raises(OptionError, match=f"{key} is 0 or more, not -1"):
+        Recipe.from_dict({"base": "gptq-int4", key: -1}, "mine")

@@ -16,10 +16,11 @@ from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.rope import rope_tables
+from flyweight.quant.movable import Part
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.rtn import rtn
-from flyweight.quant.tune import Part, Predictions, TunedBlock, Tuning
+from flyweight.quant.tune import Chain, Predictions, TunedBlock, Tuning
 from flyweight.quant.work import WorkBlock
 from flyweight.tensors import IntGroup, VectorQuant
 
@@ -137,6 +138,32 @@ def test_gradients_block_by_block_are_those_of_the_whole(model):
     for block, gradients in zip(reversed(blocks), seen, strict=True):
         for parameter, found in zip(block.adam.param_groups[0]["params"], gradients, strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+def test_graphs_that_are_held_give_what_running_every_block_again_gives(model):
+    source = Checkpoint(model)
+    config, device = ModelConfig.from_dict(source.config), torch.device("cpu")
+    context = Whole(12, rope_tables(config, device), reference)
+    generator = torch.Generator().manual_seed(0)
+    x, wanted = (torch.randn(2, 12, 64, generator=generator) for _ in range(2))
+    norm, head = source.tensor("model.norm.weight"), source.tensor("model.embed_tokens.weight")
+    layer = Recipe.from_dict({"base": "rtn-int4", "bits": 2, "group_size": 32}, "x").layer
+    made = []
+    for keep in (False, True):
+        works = []
+        for index in range(2):
+            work = WorkBlock.load(source, config, index, device=device, dtype=torch.float32)
+            integers = layer.integers(torch.float32)
+            work.quantized = {name: rtn(weight, integers) for name, weight in work.weights.items()}
+            works.append(work)
+        blocks = [TunedBlock(work, context, Tuning(steps=4, rounding=2.0)) for work in works]
+        chain = Chain(works, Predictions(Norm(norm, config.epsilon), head), context)
+        with torch.no_grad():
+            for step in range(4):
+                chain.step(blocks, x, wanted, 1 - step / 4, keep=keep)
+        made.append([part.result() for block in blocks for part in block.parts.values()])
+    for again, held in zip(*made, strict=True):
+        assert torch.equal(again.codes, held.codes) and torch.equal(again.scales, held.scales)
 
 
 def test_two_runs_of_tuning_are_the_same(model, tmp_path):

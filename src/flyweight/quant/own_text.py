@@ -25,21 +25,26 @@ PAGE = 16  # tokens in a block of the cache
 STRIDE = 1 << 20  # between the seeds of two runs: each sample has a seed of its own
 
 
-def with_own_text(samples: Samples, model: Path, *, share: float, device: torch.device) -> Samples:
+def with_own_text(
+    samples: Samples, model: Path, *, share: float, device: torch.device, tuning: float = 0.0
+) -> Samples:
     """`samples`, and for each of them `share` more that the model writes, in an order drawn by the
-    samples' seed: what looks only at the first ones sees both kinds.
+    samples' seed: what looks only at the first ones sees both kinds. Behind them `tuning` more for
+    each, which only tuning looks at.
     """
-    count = round(share * len(samples.tokens))
-    if not count or samples.own:
+    size = len(samples.tokens)
+    count = round(share * size)
+    later = round(tuning * size)
+    if not count + later or samples.own:
         return samples
     first = samples.tokens[:, 0].tolist()
-    prompts = openings(Checkpoint(model), count, samples.seed, like=first)
-    written = write(
-        model, prompts, length=samples.tokens.shape[1], seed=samples.seed, device=device
-    )
-    tokens = torch.cat([samples.tokens, written])
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(samples.seed))
-    return dataclasses.replace(samples, tokens=tokens[order], own=count)
+    prompts = openings(Checkpoint(model), count + later, samples.seed, like=first)
+    length = samples.tokens.shape[1]
+    written = write(model, prompts, length=length, seed=samples.seed, device=device)
+    both = torch.cat([samples.tokens, written[:count]])
+    order = torch.randperm(len(both), generator=torch.Generator().manual_seed(samples.seed))
+    tokens = torch.cat([both[order], written[count:]])
+    return dataclasses.replace(samples, tokens=tokens, own=count + later, tuning=later)
 
 
 def write(

@@ -171,12 +171,12 @@ class Job:
         if not self.recipe.calibrated:
             return None
         samples = self.text_samples()
-        if not self.recipe.own_text or isinstance(self.source, PresetWeights):
+        share, tuning = self.recipe.own_shares
+        if not share + tuning or isinstance(self.source, PresetWeights):
             return samples
+        folder = self.source.folder
         with memory_errors("own text"):
-            return with_own_text(
-                samples, self.source.folder, share=self.recipe.own_text, device=self.device
-            )
+            return with_own_text(samples, folder, share=share, device=self.device, tuning=tuning)
 
     def text_samples(self) -> Samples:
         """Windows of the calibration text, or those that were given."""
@@ -248,7 +248,8 @@ class Job:
         embedding = None
         if samples is not None:
             embedding = self.source.tensor("model.embed_tokens.weight").cpu()
-            loop.begin(samples.tokens, embedding, batch=self.options.batch_size(self.device))
+            batch = self.options.batch_size(self.device)
+            loop.begin(samples.tokens, embedding, batch=batch, tuning=samples.tuning)
         count = min(self.config.layers, self.options.blocks or self.config.layers)
         done = loop.run(count)
         if count == self.config.layers:

@@ -7,9 +7,9 @@ what the original does.
     backward   … ← h₁ ← block i once more, with gradients; what it is made of moves at once
 
 No gradient outlives its block: memory holds the packed weights, the hidden states of one batch and
-one dense block. With `rounding` codes move too: each is a float32 with Adam's two averages (twelve
-bytes a weight), is rounded wherever it is used, and gets the gradient of what it was rounded to.
-Some samples are held out; the result is kept only if their loss falls.
+one dense block (or the graphs of all blocks, where a GPU has room: then nothing is run again). With
+`rounding` codes move too (movable.py). Some samples are held out; the result is kept only if their
+loss falls.
 
 `tune_block` does the same to one block alone, towards the output of the original's block, before
 the blocks behind it are solved: those then see inputs that are nearer to the original's.
@@ -17,10 +17,8 @@ the blocks behind it are solved: those then see inputs that are nearer to the or
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,19 +28,14 @@ from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage
 from flyweight.quant.cache import ActivationCache
+from flyweight.quant.movable import FIELDS, Movable, Part
 from flyweight.quant.rounding import SAME_GRADIENTS, output_error, trainable
 from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
-from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
 
 ROWS = 1024  # tokens whose logits are held at a time
 HELD_OUT = 16  # one sample of so many
-FIELDS = {  # kind → what may move
-    "int": ("scales",),
-    "w8a8": ("scales",),
-    "vptq": ("codebook", "residual", "outlier_codebook", "scale", "bias"),
-}
-BOOKS = ("codebook", "residual", "outlier_codebook", "bias")
+MOST_HELD_OUT = 64
 
 
 @dataclass(frozen=True)
@@ -52,104 +45,6 @@ class Tuning:
     rate: float = 1e-3  # Adam's first step, as a share of the size of what moves
     rounding: float = 0.0  # how many steps of its grid a code can travel in all
     seed: int = 0
-
-
-class Movable:
-    """A tensor that is stored in some dtype, and its float32 move in units of its own size."""
-
-    def __init__(self, stored: Tensor, *, alike: bool = False) -> None:
-        """`alike`: entries that share one unit, their root mean square; else each has its own."""
-        self.stored = stored
-        self.start = stored.float()
-        size = self.start.square().mean().sqrt()
-        self.unit = size if alike else self.start.abs().clamp(min=1e-3 * float(size) + 1e-30)
-        self.move = torch.zeros_like(self.start, requires_grad=True)
-
-    def value(self) -> Tensor:
-        return self.start + self.unit * self.move
-
-    def result(self) -> Tensor:
-        return self.value().detach().to(self.stored.dtype)
-
-
-class Through(torch.autograd.Function):
-    """Rounding that passes its gradient on."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class Part:
-    """One quantized weight with what may move in it; indices of vectors lie unpacked, eight bytes
-    each.
-    """
-
-    def __init__(self, tensor: QuantTensor, *, rounding: bool) -> None:
-        self.tensor = tensor
-        self.moves = {
-            name: Movable(getattr(tensor, name), alike=name in BOOKS)
-            for name in FIELDS.get(tensor.kind, ())
-            if getattr(tensor, name) is not None
-        }
-        self.codes: Tensor | None = None  # less their zero points [out, groups, size]
-        self.indices = None
-        self.moving = rounding and isinstance(tensor, IntGroup)
-        if isinstance(tensor, IntGroup):
-            codes = tensor.integers().unflatten(1, (tensor.groups, -1))
-            if self.moving:
-                self.codes = codes.float().requires_grad_()
-            else:
-                self.codes = codes.to(torch.int8 if tensor.bits < 8 else torch.int16)
-        elif isinstance(tensor, VectorQuant):
-            self.indices = tensor.split_indices()
-
-    def zeros(self) -> Tensor:
-        """[out, groups, 1] or a number for all."""
-        assert isinstance(self.tensor, IntGroup)
-        if self.tensor.zeros is None:
-            return torch.tensor(2.0 ** (self.tensor.bits - 1), device=self.tensor.device)
-        return self.tensor.zeros.float()[..., None]
-
-    @torch.no_grad()
-    def stay_inside(self) -> None:
-        """A code beyond the edge of its grid would have to come back before it counts again."""
-        assert isinstance(self.tensor, IntGroup) and self.codes is not None
-        zeros = self.zeros()
-        self.codes.clamp_(-zeros - 0.49, 2**self.tensor.bits - 1 - zeros + 0.49)
-
-    def weight(self) -> Tensor:
-        values = {name: field.value() for name, field in self.moves.items()}
-        if isinstance(self.tensor, IntGroup) and self.tensor.g_idx is None:
-            assert self.codes is not None
-            codes = Through.apply(self.codes) if self.moving else self.codes
-            return (codes * values["scales"][..., None]).flatten(1)
-        tensor = dataclasses.replace(self.tensor, **values)
-        return (
-            tensor.decode(*self.indices)
-            if isinstance(tensor, VectorQuant) and self.indices
-            else tensor.dequantize()
-        )
-
-    @torch.no_grad()
-    def result(self) -> QuantTensor:
-        made = dataclasses.replace(
-            self.tensor, **{name: field.result() for name, field in self.moves.items()}
-        )
-        if not self.moving:
-            return made
-        assert isinstance(made, IntGroup) and self.codes is not None
-        return IntGroup.from_values(
-            (self.codes.round() + self.zeros()).int().flatten(1),
-            made.scales,
-            made.zeros,
-            bits=made.bits,
-            group_size=made.group_size,
-        )
 
 
 class TunedBlock:
@@ -210,11 +105,17 @@ class TunedBlock:
 
         return run
 
-    def backward(self, x: Tensor, gradient: Tensor, share: float) -> Tensor:
-        """The gradient of the input; parameters have moved by `share` of the first step's rate."""
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            self.forward(x).backward(gradient)
+    def backward(
+        self, x: Tensor, gradient: Tensor, share: float, *, y: Tensor | None = None
+    ) -> Tensor:
+        """The gradient of the input; parameters have moved by `share` of the first step's rate.
+        Without `y`, what `forward` gave with its graph, the block runs once more.
+        """
+        if y is None:
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = self.forward(x)
+        y.backward(gradient)
         self.move(share)
         assert x.grad is not None
         return x.grad
@@ -253,9 +154,9 @@ class Predictions:
 
     def divergence(
         self, hidden: Tensor, wanted: Tensor, *, gradient: bool
-    ) -> tuple[float, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(mean KL over tokens, its gradient by hidden [sequences, tokens, size])"""
-        total = 0.0
+        total = torch.zeros((), device=hidden.device)
         parts = []
         count = hidden[..., 0].numel()
         for x, y in zip(
@@ -272,7 +173,7 @@ class Predictions:
                     )
                     / count
                 )
-            total += float(loss.detach())
+            total += loss.detach()
             if gradient:
                 loss.backward()
                 parts.append(x.grad)
@@ -310,6 +211,60 @@ def tune_block(
     return before, after
 
 
+class Chain:
+    """Blocks one behind the other, from the embedding to the predictions."""
+
+    def __init__(
+        self, works: Sequence[WorkBlock], predictions: Predictions, context: PromptStage
+    ) -> None:
+        self.works = works
+        self.predictions = predictions
+        self.context = context
+
+    def loss(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Of the works as they are, by batches of equal size or nearly so."""
+        total, count = 0.0, 0
+        for x, wanted in batches:
+            for work in self.works:
+                x = work.build().forward(x, self.context)
+                work.unpacked.clear()
+            total += len(x) * float(self.predictions.divergence(x, wanted, gradient=False)[0])
+            count += len(x)
+        return total / count
+
+    def step(
+        self, blocks: Sequence[TunedBlock], x: Tensor, wanted: Tensor, share: float, *, keep: bool
+    ) -> None:
+        """One batch through all blocks and back; with `keep` the graphs of all of them are held,
+        else each block runs once more on the way back.
+        """
+        passed = []
+        for block in blocks:
+            x = x.detach().requires_grad_(keep)
+            with torch.set_grad_enabled(keep):
+                y = block.forward(x)
+            passed.append((x, y if keep else None))
+            x = y
+        gradient = self.predictions.divergence(x, wanted, gradient=True)[1]
+        for block in reversed(blocks):
+            assert gradient is not None
+            x, kept = passed.pop()
+            gradient = block.backward(x, gradient, share, y=kept)
+
+
+def graphs_fit(blocks: Sequence[TunedBlock], x: Tensor) -> bool:
+    """Whether half of the device's free memory holds the graphs of all blocks at once."""
+    if x.device.type != "cuda":
+        return False
+    with torch.enable_grad():
+        before = torch.cuda.memory_allocated(x.device)
+        y = blocks[0].forward(x.detach().requires_grad_())
+        needed = len(blocks) * (torch.cuda.memory_allocated(x.device) - before)
+        del y
+    unused = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
+    return needed < (torch.cuda.mem_get_info(x.device)[0] + unused) / 2
+
+
 @torch.no_grad()
 def tune(
     works: Sequence[WorkBlock],
@@ -325,42 +280,28 @@ def tune(
     original's last hidden state.
     """
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
-    held_out = order[: samples // HELD_OUT] or order
+    held_out = order[: min(samples // HELD_OUT, MOST_HELD_OUT)] or order
     used = order[len(held_out) :] or order
     originals = [(dict(work.quantized), dict(work.others)) for work in works]
+    chain = Chain(works, predictions, context)
 
     def batch(picked: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.stack([inputs(i) for i in picked]), torch.stack([targets(i) for i in picked])
 
     def loss() -> float:
-        """On the samples that are held out."""
-        total = 0.0
-        for begin in range(0, len(held_out), settings.batch):
-            picked = held_out[begin : begin + settings.batch]
-            x, wanted = batch(picked)
-            for work in works:
-                x = work.build().forward(x, context)
-                work.unpacked.clear()
-            total += len(picked) * predictions.divergence(x, wanted, gradient=False)[0]
-        return total / len(held_out)
+        size = settings.batch
+        parts = (held_out[begin : begin + size] for begin in range(0, len(held_out), size))
+        return chain.loss(batch(part) for part in parts)
 
     before = loss()
     generator = torch.Generator().manual_seed(settings.seed)
     blocks = [TunedBlock(work, context, settings) for work in works]
     with matmul_precision("high"), SAME_GRADIENTS():
+        keep = graphs_fit(blocks, batch(used[: settings.batch])[0])
         for step in range(settings.steps):
-            picked = [
-                used[i]
-                for i in torch.randperm(len(used), generator=generator)[: settings.batch].tolist()
-            ]
-            x, wanted = batch(picked)
-            hidden = [x]
-            for block in blocks:
-                hidden.append(block.forward(hidden[-1]))
-            gradient = predictions.divergence(hidden.pop(), wanted, gradient=True)[1]
-            for block in reversed(blocks):
-                assert gradient is not None
-                gradient = block.backward(hidden.pop(), gradient, 1 - step / settings.steps)
+            picked = torch.randperm(len(used), generator=generator)[: settings.batch].tolist()
+            x, wanted = batch([used[i] for i in picked])
+            chain.step(blocks, x, wanted, 1 - step / settings.steps, keep=keep)
             listen(step + 1)
     for block in blocks:
         block.finish()
