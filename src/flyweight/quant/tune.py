@@ -67,7 +67,9 @@ class TunedBlock:
             *(field for part in self.parts.values() for field in part.moves.values()),
         ]
         groups = [{"params": [field.move for field in moving]}]
-        codes = [part.codes for part in self.parts.values() if part.moving]
+        codes = [
+            part.codes for part in self.parts.values() if part.moving and part.codes is not None
+        ]
         if codes:
             groups.append({"params": codes})
         self.adam = torch.optim.Adam(
