@@ -13,7 +13,7 @@ from tiny_model import TEXT, make_tiny_model
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.errors import OptionError
 from flyweight.quant.calibration import draw_samples
-from flyweight.quant.own_text import openings, with_own_text
+from flyweight.quant.own_text import openings, pieces, with_own_text
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 
@@ -82,6 +82,20 @@ def test_openings_are_words_and_stand_behind_bos_where_texts_begin_with_it(model
     assert len({prompt[0] for prompt in plain}) > 60
     behind = openings(checkpoint, 9, 0, like=[1, 1])
     assert all(prompt[0] == 1 and len(prompt) == 2 for prompt in behind)
+
+
+def test_every_second_sample_goes_on_from_a_piece_of_the_text(model):
+    samples = samples_of(bos=1)
+    text = [row[1:] for row in samples.tokens.tolist()]
+    found = pieces(samples, 40, behind=1)
+    size = len(found[0]) - 1
+    places = [row[i : i + size] for row in text for i in range(len(row) - size + 1)]
+    assert all(piece[0] == 1 and piece[1:] in places for piece in found)
+    assert len({tuple(piece) for piece in found}) > 10
+    both = with_own_text(samples_of(), model, share=1.5, device=CPU)
+    own = [list(row) for row in rows(both) - rows(samples_of())]
+    known = [row[i : i + 12] for row in samples_of().tokens.tolist() for i in range(13)]
+    assert sum(row[:12] in known for row in own) >= len(own) // 2
 
 
 def make(model, tmp_path, name, **keys):

@@ -48,7 +48,7 @@ def make(model, tmp_path, name, **keys):
     "keys",
     [
         {"base": "gptq-int3", "tune_steps": 8},
-        {"base": "gptq-int4", "tune_rounding": 0.6, "tune_steps": 16},
+        {"base": "gptq-int4", "tune_rounding": 0.3, "tune_steps": 32},
         {"base": "vptq-2bit", "vector_length": 2, "centroids": 16, "refits": 0, "tune_steps": 8},
     ],
     ids=["scales", "codes", "books"],
@@ -103,6 +103,16 @@ def test_a_code_moves_to_its_neighbour_once_it_is_half_way_there_and_never_off_t
         part.codes += 2.2
     part.stay_inside()
     assert torch.equal(part.result().values(), (tensor.values() + 3).clamp(max=7))
+
+
+def test_a_code_that_moves_starts_where_the_weight_was_and_rounds_to_what_it_is():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    layer = Recipe.from_dict({"base": "rtn-int4", "bits": 2, "group_size": 32}, "x").layer
+    tensor = rtn(weight, layer.integers(torch.float32))
+    part = Part(tensor, rounding=True, original=weight)
+    assert torch.equal(part.result().values(), tensor.values())
+    lies = part.codes.detach() * tensor.scales.float()[..., None]
+    assert (lies.flatten(1) - weight).norm() < 0.5 * (tensor.dequantize() - weight).norm()
 
 
 def test_gradients_block_by_block_are_those_of_the_whole(model):

@@ -205,10 +205,18 @@ class Loop:
             context=self.context,
             settings=settings,
             predictions=self.predictions(dtype),
+            originals=self.start_of_codes,
             listen=lambda step: self.listen(Event("tuned", step, settings.steps)),
         )
         for i, work in enumerate(works):
             self.store.save(tuned_name(i), work.finished(facts))
+
+    def start_of_codes(self, index: int) -> dict[str, Tensor]:
+        """The original's weights, unless transforms have made others of them."""
+        recipe = self.recipe
+        if not recipe.tune_rounding or recipe.scale_search or recipe.smooth is not None:
+            return {}
+        return self.load(index).weights
 
     @property
     def tuning_dtype(self) -> torch.dtype:

@@ -20,6 +20,8 @@ FIELDS = {  # kind → what may move
     "w8a8": ("scales",),
     "vptq": ("codebook", "residual", "outlier_codebook", "scale", "bias"),
 }
+START = 0.45  # how far from its place a code starts at most
+EDGE = 0.49  # how far it may leave the grid: it still rounds to the last one
 BOOKS = ("codebook", "residual", "outlier_codebook", "bias")
 
 
@@ -58,7 +60,12 @@ class Part:
     each.
     """
 
-    def __init__(self, tensor: QuantTensor, *, rounding: bool) -> None:
+    def __init__(
+        self, tensor: QuantTensor, *, rounding: bool, original: Tensor | None = None
+    ) -> None:
+        """A code that moves starts where the weight of the `original` lies, as near to it as it
+        can without becoming another one.
+        """
         self.tensor = tensor
         self.moves = {
             name: Movable(getattr(tensor, name), alike=name in BOOKS)
@@ -71,7 +78,10 @@ class Part:
         if isinstance(tensor, IntGroup):
             codes = tensor.integers().unflatten(1, (tensor.groups, -1))
             if self.moving:
-                self.codes = codes.float().requires_grad_()
+                self.codes = codes.float()
+                if original is not None:
+                    self.move_towards(original)
+                self.codes.requires_grad_()
             else:
                 self.codes = codes.to(torch.int8 if tensor.bits < 8 else torch.int16)
         elif isinstance(tensor, VectorQuant):
@@ -84,12 +94,18 @@ class Part:
             return torch.tensor(2.0 ** (self.tensor.bits - 1), device=self.tensor.device)
         return self.tensor.zeros.float()[..., None]
 
+    def move_towards(self, original: Tensor) -> None:
+        assert isinstance(self.tensor, IntGroup) and self.codes is not None
+        scales = self.tensor.scales.float()[..., None]
+        wanted = original.float().unflatten(1, (self.tensor.groups, -1)) / scales
+        self.codes += (wanted - self.codes).clamp(-START, START)
+
     @torch.no_grad()
     def stay_inside(self) -> None:
         """A code beyond the edge of its grid would have to come back before it counts again."""
         assert isinstance(self.tensor, IntGroup) and self.codes is not None
         zeros = self.zeros()
-        self.codes.clamp_(-zeros - 0.49, 2**self.tensor.bits - 1 - zeros + 0.49)
+        self.codes.clamp_(-zeros - EDGE, 2**self.tensor.bits - 1 - zeros + EDGE)
 
     def weight(self) -> Tensor:
         values = {name: field.value() for name, field in self.moves.items()}

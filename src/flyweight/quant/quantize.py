@@ -136,7 +136,7 @@ class Job:
         elif self.device.type == "cpu":
             self.dtype = torch.float32  # without a GPU only float32 is fast
         widths = sharding.linear_widths(self.config, options.shards)
-        self.recipe = recipe.with_group_size(
+        self.recipe = recipe.with_last_block(self.config.layers - 1).with_group_size(
             lambda size: size if size == -1 else fit_group_size(size, widths)
         )
         sharding.check_pruning(self.config, self.recipe)

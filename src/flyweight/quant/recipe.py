@@ -10,6 +10,9 @@ match = "*.mlp.down_proj"
 bits = 8
 
 [[layers]]
+match = "model.layers.{last}.*"   # of the last block, however many there are
+
+[[layers]]
 match = "lm_head"             # the head stays as it is unless a line names it
 solver = "rtn"
 """
@@ -220,6 +223,13 @@ class Recipe:
         )
         layer = dataclasses.replace(self.layer, group_size=fit(self.layer.group_size))
         return dataclasses.replace(self, layer=layer, lines=lines)
+
+    def with_last_block(self, index: int) -> Recipe:
+        """Patterns that name the last block, with its number."""
+        lines = tuple(
+            (pattern.replace("{last}", str(index)), changes) for pattern, changes in self.lines
+        )
+        return dataclasses.replace(self, lines=lines)
 
     def to_dict(self) -> dict[str, Any]:
         """As a recipe file would say it; `from_dict` reads it back."""

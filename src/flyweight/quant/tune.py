@@ -17,7 +17,7 @@ the blocks behind it are solved: those then see inputs that are nearer to the or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,12 +50,20 @@ class Tuning:
 class TunedBlock:
     """A finished block whose weights are computed from what moves, at every call."""
 
-    def __init__(self, work: WorkBlock, context: PromptStage, settings: Tuning) -> None:
+    def __init__(
+        self,
+        work: WorkBlock,
+        context: PromptStage,
+        settings: Tuning,
+        originals: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`originals`: weights that codes start near to, where they are known."""
+        originals = originals or {}
         self.work = work
         self.context = context
         self.settings = settings
         self.parts = {
-            name: Part(tensor, rounding=settings.rounding > 0)
+            name: Part(tensor, rounding=settings.rounding > 0, original=originals.get(name))
             for name, tensor in work.quantized.items()
             if tensor.kind in FIELDS
         }
@@ -276,15 +284,16 @@ def tune(
     predictions: Predictions,
     context: PromptStage,
     settings: Tuning,
+    originals: Callable[[int], Mapping[str, Tensor]] = lambda index: {},
     listen: Callable[[int], None] = lambda step: None,
 ) -> dict[str, float]:
     """Improve finished blocks in place. `inputs` and `targets` give a sample's embedding and the
-    original's last hidden state.
+    original's last hidden state, `originals` what is known of a block's weights.
     """
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
     held_out = order[: min(samples // HELD_OUT, MOST_HELD_OUT)] or order
     used = order[len(held_out) :] or order
-    originals = [(dict(work.quantized), dict(work.others)) for work in works]
+    untuned = [(dict(work.quantized), dict(work.others)) for work in works]
     chain = Chain(works, predictions, context)
 
     def batch(picked: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -297,7 +306,7 @@ def tune(
 
     before = loss()
     generator = torch.Generator().manual_seed(settings.seed)
-    blocks = [TunedBlock(work, context, settings) for work in works]
+    blocks = [TunedBlock(work, context, settings, originals(i)) for i, work in enumerate(works)]
     with matmul_precision("high"), SAME_GRADIENTS():
         keep = graphs_fit(blocks, batch(used[: settings.batch])[0])
         for step in range(settings.steps):
@@ -309,7 +318,7 @@ def tune(
         block.finish()
     after = loss()
     if not after < before:
-        for work, (quantized, others) in zip(works, originals, strict=True):
+        for work, (quantized, others) in zip(works, untuned, strict=True):
             work.quantized = quantized
             work.others = others
         after = before
