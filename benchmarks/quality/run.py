@@ -292,6 +292,8 @@ class Worker:
 
         def listen(event: Any) -> None:
             self.resumed += event.kind == "resumed"
+            if event.kind == "tuned" and event.block % 100 == 0:
+                print(f"{job.name}: tuned {event.block} of {event.blocks} steps", flush=True)
 
         return quantize(
             self.setting.model,

@@ -106,7 +106,7 @@ class Loop:
                 self.original.append(x)
         if self.original is not None and tuning:
             for part in tokens[seen:].split(batch):
-                self.original.append(embed(part).to(self.dtype))
+                self.original.append(embed(part).to(self.tuning_dtype))
 
     def close(self) -> None:
         self.hidden.close()
@@ -145,10 +145,9 @@ class Loop:
         self.store.save(block_name(work.index), finished)
         return finished
 
-    def load(self, index: int) -> WorkBlock:
-        block = WorkBlock.load(
-            self.source, self.config, index, device=self.device, dtype=self.dtype
-        )
+    def load(self, index: int, *, dtype: torch.dtype | None = None) -> WorkBlock:
+        dtype = dtype or self.dtype
+        block = WorkBlock.load(self.source, self.config, index, device=self.device, dtype=dtype)
         self.source.check_used(within=f"model.layers.{index}.")  # it would be left out
         return block
 
@@ -162,9 +161,7 @@ class Loop:
         """Both streams of activations move on to the next block."""
         assert self.context is not None
         if self.original is not None:
-            block = self.load(index).build()
-            for i in range(len(self.original)):
-                self.original[i] = block.forward(self.original[i], self.context)
+            self.follow(index, self.original)
         block = work.build()
         for i in range(len(self.hidden)):
             x = work.run(block, i, self.hidden[i], self.context)
@@ -175,6 +172,18 @@ class Loop:
                 )
             self.hidden[i] = x
         work.known.forget()
+
+    def follow(self, index: int, original: ActivationCache) -> None:
+        """The original's own block, over all samples; those of tuning alone in its dtype."""
+        assert self.context is not None
+        block = self.load(index).build()
+        seen = len(self.hidden)
+        for i in range(seen):
+            original[i] = block.forward(original[i], self.context)
+        if seen < len(original):
+            block = self.load(index, dtype=self.tuning_dtype).build()
+        for i in range(seen, len(original)):
+            original[i] = block.forward(original[i], self.context)
 
     def tune(self, tokens: Tensor, embedding: Tensor) -> None:
         """All finished blocks together; the results lie beside them and stand in their place."""
