@@ -99,6 +99,7 @@ class Setting:
     recipes: tuple[tuple[str, str], ...] = ()  # name → file, for schemes that are none of ours
     products: str = "float32"  # of the evaluation
     measurers: int = 1  # workers that may measure at the same time
+    tune_steps: int = 0  # of recipes that learn by tuning alone; 0: their own number
 
 
 # -- in a worker -----------------------------------------------------------------------------------
@@ -283,6 +284,8 @@ class Worker:
                 learn_steps=self.setting.learn_steps,
                 tune_steps=round(share * chosen.tune_steps),
             )
+        elif chosen.tune_steps and self.setting.tune_steps:
+            chosen = dataclasses.replace(chosen, tune_steps=self.setting.tune_steps)
         return chosen
 
     def ours(self, job: Job, chosen: Any, samples: Any, output: Path) -> Path:
@@ -622,6 +625,12 @@ def parse() -> argparse.Namespace:
         default=0,
         help="another number of learning steps, for quick trials; tuning's change with it",
     )
+    parser.add_argument(
+        "--tune-steps",
+        type=int,
+        default=0,
+        help="another number of tuning steps, of recipes that have no learning steps",
+    )
     parser.add_argument("--work", type=Path, help="where models are made; default: beside OUT")
     parser.add_argument("--keep", action="store_true", help="keep the models")
     parser.add_argument("--device", default="")
@@ -659,6 +668,7 @@ def main() -> None:
         tuple((path.stem, str(path.absolute())) for path in options.recipes),
         "tf32" if options.tf32 else "float32",
         options.measurers,
+        options.tune_steps,
     )
     finished = finished_jobs(
         table.read(options.out), name, [Path(text).name for text in options.text]
