@@ -115,11 +115,7 @@ def ask(
 
 def server_times(server: NativeServer, options: argparse.Namespace) -> dict[str, float]:
     """Means of the last requests of a run; what came before them warmed up."""
-    found = [
-        match
-        for line in Path(server.log.name).read_text().splitlines()
-        if (match := LINE.search(line))
-    ]
+    found = [match for line in server.log.read_text().splitlines() if (match := LINE.search(line))]
     whole = [match for match in found if int(match[1]) == options.output][-options.requests :]
     return {
         "server_ttft_ms": statistics.fmean(float(match[2]) for match in whole),

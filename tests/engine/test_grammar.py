@@ -131,7 +131,20 @@ def test_a_schema_that_takes_too_long_or_too_much_is_refused_and_remembered(smol
         monkeypatch.setattr(make.trials, "measure", None)  # the second time nobody tries
     monkeypatch.undo()
     assert make(json.dumps(PERSON))().allowed([]).any(), "the next one is not its victim"
-    make.trials.close()
+
+
+def test_processes_of_trials_end_with_what_started_them():
+    pytest.importorskip("llguidance", reason="pip install llguidance")
+    from flyweight.engine.grammar_kinds import translate
+    from flyweight.engine.grammar_limits import GrammarLimits, Trials
+
+    trials = Trials(GrammarLimits(), vocabulary=300)
+    _, grammar = translate(json.dumps(PERSON))
+    assert trials.measure(grammar) > 0
+    (process,) = trials.idle
+    del trials
+    assert process.poll() is not None
+    assert process.stdin.closed and process.stdout.closed
 
 
 def test_grammars_may_speak_of_tokens_by_number_and_name(grammars):

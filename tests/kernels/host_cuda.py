@@ -41,6 +41,10 @@ FLAGS = [
     "-fno-gnu-unique",
     "-fvisibility=hidden",  # torch has functions of the same names
 ]
+# The C++ library of this process is found when a kernel is loaded: the linker would read all of it,
+# for each kernel anew.
+LINK = ["-shared", "-nodefaultlibs", "-lgcc"]
+LIBRARY = "libstdc++.so.6"
 # Every address is checked in the kernels whose shared memory is a struct of mixed words; elsewhere
 # it costs a quarter of the time.
 ALIGNED = {"attention.cu", "qkv_attention.cu", "rope.cu", "sample.cu", "delta.cu"}
@@ -57,6 +61,7 @@ def source(file: str) -> str:
 
 class Kernel:
     def __init__(self, path: Path, name: str):
+        ctypes.CDLL(LIBRARY, mode=ctypes.RTLD_GLOBAL)
         self.run = ctypes.CDLL(str(path.with_suffix(".so")))[f"run_{name}"]
         self.source = path.with_suffix(".cpp")
 
@@ -122,9 +127,9 @@ class Host:
                     "-include",
                     self.headers(checks),
                     *flags,
-                    "-shared",
                     path.with_suffix(".cpp"),
                     self.grid(),
+                    *LINK,
                 ],
             )
         return Kernel(path, name)

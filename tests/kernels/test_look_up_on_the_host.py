@@ -7,8 +7,10 @@ import pytest
 import torch
 from test_kernels_on_the_host import host, linear_of, make  # noqa: F401 (fixtures)
 
+from flyweight import gpu
+from flyweight.kernels.dry_run import DEVICE, dry_run
 from flyweight.models.layers import Embedding, Linear
-from flyweight.tensors import merge
+from flyweight.tensors import IntBlock, Plain, merge
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
@@ -22,6 +24,28 @@ def test_rows_are_those_of_the_weight(weight):
     out = torch.empty(len(rows), 320, dtype=torch.bfloat16)
     linear.look_up(rows, out)
     assert torch.equal(out, tensor.dequantize()[rows].bfloat16())
+
+
+@pytest.mark.parametrize(("bits", "mins", "blocks"), [(5, False, 1), (4, True, 8), (6, False, 4)])
+def test_rows_of_a_gguf_file_are_those_of_the_weight(bits, mins, blocks):
+    options = dict(bits=bits, group_size=32, mins=mins, groups_of_block=blocks)
+    tensor = IntBlock.random((90, 512), 1, **options)
+    linear = linear_of(tensor)
+    assert linear.looks_up
+    rows = torch.tensor([0, 7, 8, 15, 16, 63, 89, 7])
+    out = torch.empty(len(rows), 512, dtype=torch.bfloat16)
+    linear.look_up(rows, out)
+    assert torch.equal(out, tensor.dequantize()[rows].bfloat16())
+
+
+def test_a_table_of_its_own_keeps_its_bits_and_has_a_kernel():
+    with dry_run(gpu.GPUS["sm_90a"]):
+        tensor = IntBlock.random((96, 512), 1, bits=5, group_size=32, mins=False).to(DEVICE)
+        table = Embedding(tensor, dtype=torch.bfloat16)
+        plain = Embedding(Plain.random((96, 512), 1).to(DEVICE), dtype=torch.bfloat16)
+    assert table.table is not None and table.weight is None
+    assert table.nbytes == tensor.nbytes
+    assert plain.table is None
 
 
 def test_an_embedding_shares_the_table_of_its_head():

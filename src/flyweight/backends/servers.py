@@ -45,10 +45,13 @@ class Server(OpenAI):
             return
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = tempfile.NamedTemporaryFile(prefix=f"{self.name}-", suffix=".log", delete=False)  # noqa: SIM115
-        self.process = subprocess.Popen(
-            self.command(self.model, limits, self.port), stdout=self.log, stderr=subprocess.STDOUT
-        )
+        with tempfile.NamedTemporaryFile(
+            prefix=f"{self.name}-", suffix=".log", delete=False
+        ) as log:
+            self.log = Path(log.name)
+            self.process = subprocess.Popen(
+                self.command(self.model, limits, self.port), stdout=log, stderr=subprocess.STDOUT
+            )
         try:
             asyncio.run(self._wait())
             super().start(limits)
@@ -62,8 +65,8 @@ class Server(OpenAI):
         while clock() - begin < PATIENCE:
             if self.process is None or self.process.poll() is not None:
                 raise ResultError(
-                    f"{self.name} ended before it answered: {last_line(Path(self.log.name))} (all "
-                    f"of it: {self.log.name})"
+                    f"{self.name} ended before it answered: {last_line(self.log)} (all "
+                    f"of it: {self.log})"
                 )
             with contextlib.suppress(
                 OSError, HttpError, ConnectionError, asyncio.IncompleteReadError
@@ -72,7 +75,7 @@ class Server(OpenAI):
                 await client.text(self.ready)
                 return client.close()
             await asyncio.sleep(0.25)
-        raise ResultError(f"{self.name} did not answer within {PATIENCE} s; see {self.log.name}")
+        raise ResultError(f"{self.name} did not answer within {PATIENCE} s; see {self.log}")
 
     def stop(self) -> None:
         if self.process is None:

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Trials:
         self.limits = limits
         self.tokens = json.dumps({"vocabulary": vocabulary, "special": list(special)})
         self.idle: list[subprocess.Popen[str]] = []  # one for each that was ever needed at once
+        # Python keeps a process that nobody has waited for, its pipes open, until it ends itself.
+        weakref.finalize(self, end_all, self.idle)
 
     def measure(self, grammar: str) -> int:
         """Raises RequestError with the compiler's own words, or TooCostly."""
@@ -104,9 +107,10 @@ class Trials:
             print(self.tokens, file=process.stdin, flush=True)
         return process
 
-    def close(self) -> None:
-        while self.idle:
-            end(self.idle.pop())
+
+def end_all(processes: list[subprocess.Popen[str]]) -> None:
+    while processes:
+        end(processes.pop())
 
 
 def end(process: subprocess.Popen[str]) -> None:

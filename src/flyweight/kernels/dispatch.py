@@ -242,6 +242,19 @@ def prepare(
     ) or dequantized(request)
 
 
+def prepare_table(tensor: QuantTensor, dtype: torch.dtype) -> FusedLinear | None:
+    """A weight whose rows are looked up, laid out for the kernel that does it; None: there is none,
+    or it would not keep the weight's bits.
+    """
+    if tensor.device.type != "cuda":
+        return None
+    form = format_of(tensor, dtype)
+    if form is None or "look_up" not in form.kernels:
+        return None
+    found = prepare(tensor, dtype=dtype)
+    return found if found.looks_up else None
+
+
 def prepare_all(
     tensors: Sequence[QuantTensor],
     *,

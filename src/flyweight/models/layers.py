@@ -348,8 +348,9 @@ def read_embedding(weights: Weights) -> QuantTensor:
 
 
 class Embedding:
-    """A table of floats, or of codes whose rows are written out when they are looked up. `head`:
-    the one that is tied to it; where rows can be looked up in its weight, that is the only copy.
+    """A table of floats, or of codes whose rows are written out when they are looked up: by a
+    kernel, where there is one for their format. `head`: the one that is tied to it; where rows can
+    be looked up in its weight, that is the only copy.
     """
 
     def __init__(
@@ -360,9 +361,14 @@ class Embedding:
         dtype: torch.dtype | None = None,
         head: Linear | None = None,
     ):
-        shared = head is not None and not isinstance(weight, Tensor) and head.fused.looks_up
-        self.head = head.fused if shared and head is not None else None
-        self.weight = None if self.head else weight  # [vocab, hidden]
+        self.head: FusedLinear | None = None  # whose weight is shared
+        self.table: FusedLinear | None = None  # whose rows a kernel writes out: the head's, or ours
+        if not isinstance(weight, Tensor):
+            if head is not None and head.fused.looks_up:
+                self.head = head.fused
+            own = None if self.head or dtype is None else dispatch.prepare_table(weight, dtype)
+            self.table = self.head or own
+        self.weight = None if self.table else weight  # [vocab, hidden]
         self.width = weight.shape[-1]
         self.dtype = weight.dtype if isinstance(weight, Tensor) else dtype
         # in the rows' own type and place: a step must not bring a number to the device
@@ -372,6 +378,8 @@ class Embedding:
 
     @property
     def nbytes(self) -> int:
+        if self.table is not None:
+            return 0 if self.head is not None else self.table.nbytes
         return 0 if self.weight is None else self.weight.nbytes
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -381,9 +389,9 @@ class Embedding:
     def rows(self, tokens: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
             return torch.nn.functional.embedding(tokens, self.weight)
-        if self.head is not None:
+        if self.table is not None:
             out = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=tokens.device)
-            self.head.look_up(tokens.reshape(-1), out.view(-1, self.width))
+            self.table.look_up(tokens.reshape(-1), out.view(-1, self.width))
             return out
         assert self.dtype is not None and self.weight is not None
         found = reorder_rows(self.weight, tokens.flatten()).dequantize(self.dtype)
@@ -393,8 +401,8 @@ class Embedding:
         """The rows of a captured step, by kernels of ours where there are any."""
         if isinstance(self.weight, Tensor):
             embed(self.weight, tokens, out)
-        elif self.head is not None:
-            self.head.look_up(tokens, out)
+        elif self.table is not None:
+            self.table.look_up(tokens, out)
         else:
             out.copy_(self.rows(tokens))
         if self.scale is not None:
