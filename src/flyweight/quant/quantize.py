@@ -136,7 +136,7 @@ class Job:
         elif self.device.type == "cpu":
             self.dtype = torch.float32  # without a GPU only float32 is fast
         widths = sharding.linear_widths(self.config, options.shards)
-        self.recipe = recipe.with_group_size(
+        self.recipe = recipe.with_last_block(self.config.layers - 1).with_group_size(
             lambda size: size if size == -1 else fit_group_size(size, widths)
         )
         sharding.check_pruning(self.config, self.recipe)
@@ -171,12 +171,12 @@ class Job:
         if not self.recipe.calibrated:
             return None
         samples = self.text_samples()
-        if not self.recipe.own_text or isinstance(self.source, PresetWeights):
+        share, tuning = self.recipe.own_shares
+        if not share + tuning or isinstance(self.source, PresetWeights):
             return samples
+        folder = self.source.folder
         with memory_errors("own text"):
-            return with_own_text(
-                samples, self.source.folder, share=self.recipe.own_text, device=self.device
-            )
+            return with_own_text(samples, folder, share=share, device=self.device, tuning=tuning)
 
     def text_samples(self) -> Samples:
         """Windows of the calibration text, or those that were given."""
@@ -248,7 +248,8 @@ class Job:
         embedding = None
         if samples is not None:
             embedding = self.source.tensor("model.embed_tokens.weight").cpu()
-            loop.begin(samples.tokens, embedding, batch=self.options.batch_size(self.device))
+            batch = self.options.batch_size(self.device)
+            loop.begin(samples.tokens, embedding, batch=batch, tuning=samples.tuning)
         count = min(self.config.layers, self.options.blocks or self.config.layers)
         done = loop.run(count)
         if count == self.config.layers:
