@@ -11,16 +11,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
+from flyweight.errors import ResourceError
 from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.rope import rope_tables
+from flyweight.models.standard import plan_of
 from flyweight.quant.movable import Part
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.rtn import rtn
-from flyweight.quant.tune import Chain, Predictions, TunedBlock, Tuning
+from flyweight.quant.tune import HELD, HELD_MOVING, Chain, Predictions, TunedBlock, Tuning
 from flyweight.quant.work import WorkBlock
 from flyweight.tensors import IntGroup, VectorQuant
 
@@ -67,6 +69,26 @@ def test_tuning_lowers_the_divergence_on_samples_that_it_does_not_see(keys, mode
             tuned.dequantize(), plain.dequantize()
         )
     assert summary.bytes_after == before.bytes_after
+
+
+@pytest.mark.parametrize(
+    ("rounding", "words"), [(1.0, "tune_rounding = 0"), (0.0, "tune_steps = 0")]
+)
+def test_a_model_without_room_for_tuning_is_refused_before_the_work(
+    rounding, words, model, tmp_path, monkeypatch
+):
+    weights = 2 * sum(
+        sum(group.sizes) * group.in_features
+        for group in plan_of(ModelConfig.from_dict(Checkpoint(model).config)).layers[0].groups
+    )
+    room = weights * (HELD_MOVING if rounding else HELD)
+    monkeypatch.setattr("flyweight.quant.quantize.available_memory", lambda: room - 1)
+    keys = {"base": "gptq-int4", "tune_steps": 1, "tune_rounding": rounding}
+    with pytest.raises(ResourceError, match=words):
+        make(model, tmp_path, "out", **keys)
+    assert not list(tmp_path.glob("*out*"))
+    monkeypatch.setattr("flyweight.quant.quantize.available_memory", lambda: room)
+    make(model, tmp_path, "out", **keys)
 
 
 def test_what_does_not_help_is_thrown_away(model, tmp_path):

@@ -21,6 +21,7 @@ from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.writer import recover
 from flyweight.device import pick_device
+from flyweight.engine.memory import available_memory
 from flyweight.errors import OptionError, ResourceError
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.config import ModelConfig
@@ -49,6 +50,7 @@ from flyweight.quant.summary import (
     layer_figures,
     layer_tensors,
 )
+from flyweight.quant.tune import HELD, HELD_MOVING
 from flyweight.tensors import Plain, QuantTensor
 
 
@@ -71,6 +73,7 @@ def quantize(
     if options.format:
         formats.named(options.format)  # an unknown name must not show after an hour of calibration
     job = Job(model, options.chosen_recipe(scheme), Path(output).absolute(), options)
+    job.check_tuning()
     samples = job.samples()
     fingerprint = job.fingerprint(samples)
     recover(job.output)  # now: what an interrupted run has left would otherwise show after hours
@@ -157,6 +160,25 @@ class Job:
             check_shape(HEAD, self.source.tensor(f"{HEAD}.weight").shape, vocabulary)
         layers = (f"model.layers.{index}.*" for index in range(self.config.layers))
         self.source.check_used(layers)
+
+    def check_tuning(self) -> None:
+        """That the whole model has room where it is tuned shows before its blocks are solved."""
+        recipe = self.recipe
+        if not recipe.tune_steps:
+            return
+        groups = [group for layer in plan_of(self.config).layers for group in layer.groups]
+        weights = sum(sum(group.sizes) * group.in_features for group in groups)
+        on_gpu = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else available_memory()
+        needed = weights * (HELD_MOVING if recipe.tune_rounding else HELD)
+        if needed <= free:
+            return
+        less = f", or a recipe with tune_rounding = 0 ({weights * HELD / 1e9:.1f} GB)"
+        raise ResourceError(
+            f"{recipe.name} tunes the whole model, which takes {needed / 1e9:.1f} GB of memory; "
+            f"{free / 1e9:.1f} GB of {self.device} are free. Take another device"
+            f"{less if recipe.tune_rounding and weights * HELD <= free else ''}, or tune_steps = 0"
+        )
 
     def check_output(self) -> None:
         if self.output.is_file():

@@ -34,6 +34,8 @@ from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
 
 ROWS = 1024  # tokens whose logits are held at a time
+HELD = 1  # bytes of a weight while scales move: its code
+HELD_MOVING = 13  # and while codes do: a float32 and Adam's averages of it besides
 HELD_OUT = 16  # one sample of so many
 MOST_HELD_OUT = 64
 
