@@ -263,6 +263,37 @@ def test_info_prints_a_table(flyweight, folder):
         assert part in out
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(num_hidden_layers=9), "the files have 1 layers, and config.json speaks of 9"),
+        (dict(hidden_size=48), "config.json speaks of a hidden size of 48"),
+    ],
+)
+def test_info_says_where_the_files_are_of_another_size_than_the_config(
+    flyweight, tmp_path, change, why
+):
+    from flyweight.models.random_folder import write_preset
+
+    folder = write_preset("preset:tiny:bf16", tmp_path / "model", layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    code, out, _ = flyweight("info", folder, "--json")
+    facts = json.loads(out)
+    assert code == 0 and not facts["runs"] and why in facts["why_not"]
+
+
+def test_generate_and_chat_want_a_tokenizer_and_say_so_at_once(flyweight, tmp_path):
+    from flyweight.models.random_folder import write_preset
+
+    folder = write_preset("preset:tiny:bf16", tmp_path / "model", layers=1)
+    for model, help in ((folder, "copy tokenizer.json"), ("preset:tiny:bf16", "flyweight bench")):
+        for verb in (["chat", model], ["generate", model, "--prompt", "a"]):
+            code, _, error = flyweight(*verb, "--device", "cpu")
+            assert code == 2 and "there is no tokenizer" in error and help in error
+            assert len(error.strip().splitlines()) == 1
+
+
 def test_info_as_json(flyweight, folder):
     code, out, _ = flyweight("info", folder, "--json")
     facts = json.loads(out)

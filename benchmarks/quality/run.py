@@ -99,6 +99,7 @@ class Setting:
     recipes: tuple[tuple[str, str], ...] = ()  # name → file, for schemes that are none of ours
     products: str = "float32"  # of the evaluation
     measurers: int = 1  # workers that may measure at the same time
+    tune_steps: int = 0  # of recipes that learn by tuning alone; 0: their own number
 
 
 # -- in a worker -----------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class Worker:
         from flyweight.checkpoint.reader import Checkpoint
 
         self.setting, self.resumed = setting, 0
-        self.samples: dict[tuple[int, float], Any] = {}
+        self.samples: dict[tuple[int, float, float], Any] = {}
         self.rulers: list[Any] = []
         self.checkpoint = Checkpoint(Path(setting.model))
 
@@ -141,11 +142,13 @@ class Worker:
                 return [facts | ruler.facts() for ruler in self.rulers]
             return measure.measure_folder(self.rulers, folder)
 
-    def calibration(self, seed: int, own: float = 0.0) -> Any:
+    def calibration(self, seed: int, own: float = 0.0, tuning: float = 0.0) -> Any:
         """The samples that every tool gets, and those that a recipe has the model write."""
-        if (seed, own) not in self.samples:
-            self.samples[seed, own] = self.written(seed, own) if own else self.drawn(seed)
-        return self.samples[seed, own]
+        key = (seed, own, tuning)
+        if key not in self.samples:
+            made = self.written(*key) if own + tuning else self.drawn(seed)
+            self.samples[key] = made
+        return self.samples[key]
 
     def drawn(self, seed: int) -> Any:
         from flyweight.quant.calibration import draw_samples, read_text
@@ -161,7 +164,7 @@ class Worker:
             source=Path(self.setting.calibration).name,
         )
 
-    def written(self, seed: int, own: float) -> Any:
+    def written(self, seed: int, own: float, tuning: float) -> Any:
         """Beside the model: one worker has it written, the others read it."""
         import torch
         from filelock import FileLock
@@ -171,16 +174,20 @@ class Worker:
 
         setting, drawn = self.setting, self.calibration(seed)
         folder = Path(setting.model)
-        kept = folder.with_name(f"{folder.name}-own-{drawn.digest}-{own:g}.safetensors")
+        name = f"{folder.name}-own-{drawn.digest}-{own:g}-{tuning:g}.safetensors"
+        kept = folder.with_name(name)
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
                 device = torch.device(setting.device)
-                both = with_own_text(drawn, folder, share=own, device=device)
+                both = with_own_text(drawn, folder, share=own, device=device, tuning=tuning)
                 half = kept.with_suffix(".half")
-                save_file({"tokens": both.tokens}, half)
+                save_file({"tokens": both.tokens, "tuning": torch.tensor(both.tuning)}, half)
                 half.rename(kept)
-        tokens = load_file(kept)["tokens"]
-        return dataclasses.replace(drawn, tokens=tokens, own=len(tokens) - len(drawn.tokens))
+        found = load_file(kept)
+        tokens = found["tokens"]
+        own_samples = len(tokens) - len(drawn.tokens)
+        later = int(found["tuning"])
+        return dataclasses.replace(drawn, tokens=tokens, own=own_samples, tuning=later)
 
     def run(self, job: Job) -> list[dict[str, Any]]:
         """The `quantize` row and a `quality` row for each text, without what every row has."""
@@ -200,7 +207,7 @@ class Worker:
         made = json.loads(kept.read_text())
         calibration = {
             key: made[key]
-            for key in ("calibration", "calibration_tokens", "learn_steps")
+            for key in ("calibration", "calibration_tokens", "learn_steps", "tune_steps")
             if key in made
         }
         found = [
@@ -222,7 +229,8 @@ class Worker:
         import torch
 
         chosen = self.chosen(job) if job.tool == "flyweight" else None
-        samples = self.calibration(job.seed, chosen.own_text if chosen and chosen.calibrated else 0)
+        own = chosen.own_shares if chosen is not None else (0.0, 0.0)
+        samples = self.calibration(job.seed, *own)
         output.parent.mkdir(exist_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         started, on_gpu = time.perf_counter(), self.setting.device.startswith("cuda")
@@ -255,6 +263,7 @@ class Worker:
             **resumed,
             # of those that learn, where it is not their own number
             **({"learn_steps": self.setting.learn_steps} if self.setting.learn_steps else {}),
+            **({"tune_steps": chosen.tune_steps} if chosen and chosen.tune_steps else {}),
             "calibration": samples.facts(),
             "calibration_tokens": samples.tokens.numel(),
             "folder": str(folder),
@@ -275,6 +284,8 @@ class Worker:
                 learn_steps=self.setting.learn_steps,
                 tune_steps=round(share * chosen.tune_steps),
             )
+        elif chosen.tune_steps and self.setting.tune_steps:
+            chosen = dataclasses.replace(chosen, tune_steps=self.setting.tune_steps)
         return chosen
 
     def ours(self, job: Job, chosen: Any, samples: Any, output: Path) -> Path:
@@ -284,6 +295,8 @@ class Worker:
 
         def listen(event: Any) -> None:
             self.resumed += event.kind == "resumed"
+            if event.kind == "tuned" and event.block % 100 == 0:
+                print(f"{job.name}: tuned {event.block} of {event.blocks} steps", flush=True)
 
         return quantize(
             self.setting.model,
@@ -612,6 +625,12 @@ def parse() -> argparse.Namespace:
         default=0,
         help="another number of learning steps, for quick trials; tuning's change with it",
     )
+    parser.add_argument(
+        "--tune-steps",
+        type=int,
+        default=0,
+        help="another number of tuning steps, of recipes that have no learning steps",
+    )
     parser.add_argument("--work", type=Path, help="where models are made; default: beside OUT")
     parser.add_argument("--keep", action="store_true", help="keep the models")
     parser.add_argument("--device", default="")
@@ -649,6 +668,7 @@ def main() -> None:
         tuple((path.stem, str(path.absolute())) for path in options.recipes),
         "tf32" if options.tf32 else "float32",
         options.measurers,
+        options.tune_steps,
     )
     finished = finished_jobs(
         table.read(options.out), name, [Path(text).name for text in options.text]

@@ -378,6 +378,10 @@ def test_a_pipe_in_the_folder_is_named_and_never_opened(folder, name):
         Checkpoint(folder)
 
 
-def test_a_folder_without_a_tokenizer_says_what_to_copy(folder):
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_a_folder_without_a_tokenizer_says_what_to_copy(folder, kind):
+    """Of some kinds transformers would make a tokenizer without a single word."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": kind}))
     with pytest.raises(CheckpointError, match=r"there is no tokenizer; copy tokenizer\.json"):
         Checkpoint(folder).tokenizer()

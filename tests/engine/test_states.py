@@ -107,7 +107,8 @@ def test_samples_of_one_prompt_and_fewer_slots_than_sequences(open_tiny, monkeyp
     llm.engine.scheduler.check_integrity()
 
 
-def test_speculation_is_refused(open_tiny):
+def test_speculation_is_refused_before_any_weight_is_loaded(open_tiny, monkeypatch):
+    monkeypatch.setattr(engine, "load_decoder", None)
     with pytest.raises(OptionError, match="keep a state that a wrong guess"):
         open_tiny(speculate="ngram")
 

@@ -13,7 +13,7 @@ from tiny_model import TEXT, make_tiny_model
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.errors import OptionError
 from flyweight.quant.calibration import draw_samples
-from flyweight.quant.own_text import openings, with_own_text
+from flyweight.quant.own_text import openings, pieces, with_own_text
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 
@@ -84,6 +84,20 @@ def test_openings_are_words_and_stand_behind_bos_where_texts_begin_with_it(model
     assert all(prompt[0] == 1 and len(prompt) == 2 for prompt in behind)
 
 
+def test_every_second_sample_goes_on_from_a_piece_of_the_text(model):
+    samples = samples_of(bos=1)
+    text = [row[1:] for row in samples.tokens.tolist()]
+    found = pieces(samples, 40, behind=1)
+    size = len(found[0]) - 1
+    places = [row[i : i + size] for row in text for i in range(len(row) - size + 1)]
+    assert all(piece[0] == 1 and piece[1:] in places for piece in found)
+    assert len({tuple(piece) for piece in found}) > 10
+    both = with_own_text(samples_of(), model, share=1.5, device=CPU)
+    own = [list(row) for row in rows(both) - rows(samples_of())]
+    known = [row[i : i + 12] for row in samples_of().tokens.tolist() for i in range(13)]
+    assert sum(row[:12] in known for row in own) >= len(own) // 2
+
+
 def make(model, tmp_path, name, **keys):
     (tmp_path / "text.txt").write_text(TEXT)
     return quantize(
@@ -108,11 +122,28 @@ def test_a_recipe_asks_for_it_and_the_note_says_so(model, tmp_path):
     assert not torch.equal(first, second)
 
 
+def test_text_for_tuning_is_seen_by_nothing_before_it(model, tmp_path):
+    keys = {"tune_text": 2, "tune_batch": 4, "tune_rate": 0.01}
+    plain = make(model, tmp_path, "plain")
+    unused = make(model, tmp_path, "unused", **keys)
+    tuned = make(model, tmp_path, "tuned", **keys, tune_steps=4)
+    wild = make(model, tmp_path, "wild", **keys | {"tune_rate": 9.0}, tune_steps=1)
+    calibration = json.loads((tuned / "flyweight.json").read_text())["calibration"]
+    assert (calibration["samples"], calibration["own"], calibration["tuning"]) == (12, 8, 8)
+    name = "model.layers.1.mlp.up_proj"
+    first, same, moved, refused = (
+        Checkpoint(folder).linear(name).dequantize() for folder in (plain, unused, tuned, wild)
+    )
+    assert torch.equal(first, same) and not torch.equal(first, moved)
+    assert torch.equal(first, refused)  # tuning that does not help: what the solvers gave is left
+
+
 def test_what_needs_no_calibration_writes_nothing(model, tmp_path):
     output = make(model, tmp_path, "out", base="rtn-int4", own_text=2)
     assert json.loads((output / "flyweight.json").read_text())["calibration"] is None
 
 
-def test_less_than_nothing_is_refused():
-    with pytest.raises(OptionError, match="own_text is 0 or more, not -1"):
-        Recipe.from_dict({"base": "gptq-int4", "own_text": -1}, "mine")
+@pytest.mark.parametrize("key", ["own_text", "tune_text"])
+def test_less_than_nothing_is_refused(key):
+    with pytest.raises(OptionError, match=f"{key} is 0 or more, not -1"):
+        Recipe.from_dict({"base": "gptq-int4", key: -1}, "mine")

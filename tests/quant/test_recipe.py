@@ -126,3 +126,11 @@ def test_group_sizes_pass_through_the_fit_wherever_they_stand():
         and fitted.lines[0][1]["group_size"] == 16
         and fitted.lines[1][1] == {"bits": 8}
     )
+
+
+def test_a_line_can_name_the_last_block_of_a_model_of_any_depth():
+    recipe = Recipe.from_dict(
+        {"base": "gptq-int3", "layers": [{"match": "model.layers.{last}.*", "bits": 8}]}, "mine"
+    ).with_last_block(29)
+    names = [f"model.layers.{i}.mlp.up_proj" for i in (2, 9, 29)]
+    assert [recipe.layer_for(name).bits for name in names] == [3, 3, 8]

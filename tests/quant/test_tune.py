@@ -11,15 +11,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
+from flyweight.errors import ResourceError
 from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.rope import rope_tables
+from flyweight.models.standard import plan_of
+from flyweight.quant.movable import Part
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.rtn import rtn
-from flyweight.quant.tune import Part, Predictions, TunedBlock, Tuning
+from flyweight.quant.tune import HELD, HELD_MOVING, Chain, Predictions, TunedBlock, Tuning
 from flyweight.quant.work import WorkBlock
 from flyweight.tensors import IntGroup, VectorQuant
 
@@ -47,7 +50,7 @@ def make(model, tmp_path, name, **keys):
     "keys",
     [
         {"base": "gptq-int3", "tune_steps": 8},
-        {"base": "gptq-int4", "tune_rounding": 0.6, "tune_steps": 16},
+        {"base": "gptq-int4", "tune_rounding": 0.3, "tune_steps": 32},
         {"base": "vptq-2bit", "vector_length": 2, "centroids": 16, "refits": 0, "tune_steps": 8},
     ],
     ids=["scales", "codes", "books"],
@@ -66,6 +69,26 @@ def test_tuning_lowers_the_divergence_on_samples_that_it_does_not_see(keys, mode
             tuned.dequantize(), plain.dequantize()
         )
     assert summary.bytes_after == before.bytes_after
+
+
+@pytest.mark.parametrize(
+    ("rounding", "words"), [(1.0, "tune_rounding = 0"), (0.0, "tune_steps = 0")]
+)
+def test_a_model_without_room_for_tuning_is_refused_before_the_work(
+    rounding, words, model, tmp_path, monkeypatch
+):
+    weights = 2 * sum(
+        sum(group.sizes) * group.in_features
+        for group in plan_of(ModelConfig.from_dict(Checkpoint(model).config)).layers[0].groups
+    )
+    room = weights * (HELD_MOVING if rounding else HELD)
+    monkeypatch.setattr("flyweight.quant.quantize.available_memory", lambda: room - 1)
+    keys = {"base": "gptq-int4", "tune_steps": 1, "tune_rounding": rounding}
+    with pytest.raises(ResourceError, match=words):
+        make(model, tmp_path, "out", **keys)
+    assert not list(tmp_path.glob("*out*"))
+    monkeypatch.setattr("flyweight.quant.quantize.available_memory", lambda: room)
+    make(model, tmp_path, "out", **keys)
 
 
 def test_what_does_not_help_is_thrown_away(model, tmp_path):
@@ -92,13 +115,26 @@ def test_a_part_starts_as_the_tensor_that_it_is_made_of(symmetric):
         torch.testing.assert_close(part.result().dequantize(), part.tensor.dequantize())
 
 
-def test_a_code_moves_to_its_neighbour_once_its_nudge_is_beyond_a_half_and_never_off_the_grid():
+def test_a_code_moves_to_its_neighbour_once_it_is_half_way_there_and_never_off_the_grid():
     tensor = IntGroup.random((4, 64), bits=3, group_size=32, dtype=torch.float16)
     part = Part(tensor, rounding=True)
-    part.nudge.data.fill_(0.4)
+    with torch.no_grad():
+        part.codes += 0.4
     assert torch.equal(part.result().values(), tensor.values())
-    part.nudge.data.fill_(0.9)
-    assert torch.equal(part.result().values(), (tensor.values() + 1).clamp(max=7))
+    with torch.no_grad():
+        part.codes += 2.2
+    part.stay_inside()
+    assert torch.equal(part.result().values(), (tensor.values() + 3).clamp(max=7))
+
+
+def test_a_code_that_moves_starts_where_the_weight_was_and_rounds_to_what_it_is():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    layer = Recipe.from_dict({"base": "rtn-int4", "bits": 2, "group_size": 32}, "x").layer
+    tensor = rtn(weight, layer.integers(torch.float32))
+    part = Part(tensor, rounding=True, original=weight)
+    assert torch.equal(part.result().values(), tensor.values())
+    lies = part.codes.detach() * tensor.scales.float()[..., None]
+    assert (lies.flatten(1) - weight).norm() < 0.5 * (tensor.dequantize() - weight).norm()
 
 
 def test_gradients_block_by_block_are_those_of_the_whole(model):
@@ -134,6 +170,32 @@ def test_gradients_block_by_block_are_those_of_the_whole(model):
     for block, gradients in zip(reversed(blocks), seen, strict=True):
         for parameter, found in zip(block.adam.param_groups[0]["params"], gradients, strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+def test_graphs_that_are_held_give_what_running_every_block_again_gives(model):
+    source = Checkpoint(model)
+    config, device = ModelConfig.from_dict(source.config), torch.device("cpu")
+    context = Whole(12, rope_tables(config, device), reference)
+    generator = torch.Generator().manual_seed(0)
+    x, wanted = (torch.randn(2, 12, 64, generator=generator) for _ in range(2))
+    norm, head = source.tensor("model.norm.weight"), source.tensor("model.embed_tokens.weight")
+    layer = Recipe.from_dict({"base": "rtn-int4", "bits": 2, "group_size": 32}, "x").layer
+    made = []
+    for keep in (False, True):
+        works = []
+        for index in range(2):
+            work = WorkBlock.load(source, config, index, device=device, dtype=torch.float32)
+            integers = layer.integers(torch.float32)
+            work.quantized = {name: rtn(weight, integers) for name, weight in work.weights.items()}
+            works.append(work)
+        blocks = [TunedBlock(work, context, Tuning(steps=4, rounding=2.0)) for work in works]
+        chain = Chain(works, Predictions(Norm(norm, config.epsilon), head), context)
+        with torch.no_grad():
+            for step in range(4):
+                chain.step(blocks, x, wanted, 1 - step / 4, keep=keep)
+        made.append([part.result() for block in blocks for part in block.parts.values()])
+    for again, held in zip(*made, strict=True):
+        assert torch.equal(again.codes, held.codes) and torch.equal(again.scales, held.scales)
 
 
 def test_two_runs_of_tuning_are_the_same(model, tmp_path):

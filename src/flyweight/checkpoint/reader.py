@@ -234,6 +234,11 @@ class Checkpoint:
         )
 
     def tokenizer(self) -> Any:
+        if not self.has_tokenizer:  # for some models transformers makes one that knows no words
+            raise CheckpointError(
+                f"{self.folder}: there is no tokenizer; copy tokenizer.json and "
+                "tokenizer_config.json from where the model is from"
+            )
         import transformers
 
         settings = self.folder / "tokenizer_config.json"
@@ -249,11 +254,6 @@ class Checkpoint:
             )
         except Exception as error:  # transformers raises whatever its parts raise
             reason = str(error).strip().split("\n")[0]
-            if not self.has_tokenizer:
-                raise CheckpointError(
-                    f"{self.folder}: there is no tokenizer; copy tokenizer.json and "
-                    "tokenizer_config.json from where the model is from"
-                ) from error
             raise CheckpointError(
                 f"{self.folder}: the tokenizer cannot be loaded ({reason})"
             ) from error

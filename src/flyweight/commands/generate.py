@@ -186,10 +186,20 @@ def load(model: str, **options: Any) -> LLM:
         from flyweight.engine.llm import LLM
 
         llm = LLM(model, **options)
+    if llm.tokenizer is None:
+        raise OptionError(
+            f"{model}: there is no tokenizer, so it takes no text; {what_helps(model)}"
+        )
     typer.echo(f"memory: {llm.memory()}", err=True)
     if llm.device.type == "cpu":
         typer.echo(f"runs on: {llm.executor}", err=True)
     return llm
+
+
+def what_helps(model: str) -> str:
+    if model.startswith("preset:"):
+        return "`flyweight bench` measures random weights"
+    return "copy tokenizer.json and tokenizer_config.json from where the model is from"
 
 
 def run(stream: Stream, *, show: bool) -> int | None:

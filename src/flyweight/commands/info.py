@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flyweight.errors import FlyweightError, OptionError
+from flyweight.errors import CheckpointError, FlyweightError, OptionError
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flyweight.checkpoint.reader import Checkpoint
     from flyweight.kernels.linear.fused import FusedLinear
     from flyweight.kernels.native.weight import Weight as NativeWeight
+    from flyweight.models.config import ModelConfig
 
 ROWS = (
     1,
@@ -112,9 +114,11 @@ def info(
     machine = None
     why_not = None
     try:
+        config = ModelConfig.from_dict(checkpoint.config)
+        check_size(checkpoint, config)
         machine = capacity(
             summary,
-            ModelConfig.from_dict(checkpoint.config),
+            config,
             device=device,
             dtype=torch.float16 if reason is None else dtype,
         )
@@ -153,6 +157,22 @@ def _offload_plan(summary: Any, machine: Any, layers: int, device: Any) -> Any:
             summary, machine, int(summary.memory - machine.kv_fraction * machine.memory_bytes)
         )
     return plan(summary, machine, layers, bus_gb_s=host_bandwidth(device)) if layers > 0 else None
+
+
+def check_size(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Whether the files are of a model as large as config.json says: who loads them checks all."""
+    numbers = [re.search(r"\blayers\.(\d+)\.", name) for name in checkpoint.names()]
+    layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+    if 0 < layers < config.layers:
+        raise CheckpointError(
+            f"the files have {layers} layers, and config.json speaks of {config.layers}"
+        )
+    name = "model.embed_tokens.weight"
+    if checkpoint.has(name) and config.hidden_size not in checkpoint.shape(name):
+        raise CheckpointError(
+            f"the embedding is {' × '.join(map(str, checkpoint.shape(name)))}, and config.json "
+            f"speaks of a hidden size of {config.hidden_size}"
+        )
 
 
 def why_not_native(checkpoint: Checkpoint) -> str | None:

@@ -144,9 +144,10 @@ class LLM:
         )
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        scheme = choose_kv_scheme(
-            kv_dtype, self.weights, ModelConfig.from_dict(self.weights.config)
-        )
+        config = ModelConfig.from_dict(self.weights.config)
+        if config.state_layers:
+            refuse_speculation(wanted, self.name)
+        scheme = choose_kv_scheme(kv_dtype, self.weights, config)
         self.decoder: Any = decoder
         self.executor = "the decoder that was given"
         if decoder is None:
@@ -182,8 +183,6 @@ class LLM:
         self.sampling_defaults = sampling_defaults(generation)
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
         shape = CacheShape.of(self.config, cached, scheme.format, scheme.scales)
-        if shape.states is not None:
-            refuse_speculation(wanted, self.name)
         guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
         shape = replace(shape, beside=guessing.token_bytes if guessing is not None else 0)
         self.kv_dtype = shape.dtype_name

@@ -90,18 +90,23 @@ class Loop:
     def cache(self, name: str) -> ActivationCache:
         return ActivationCache(self.device, self.setting.budget, self.store.folder, name)
 
-    def begin(self, tokens: Tensor, embedding: Tensor, *, batch: int) -> None:
-        """Embed the samples [samples, length], `batch` at a time."""
+    def begin(self, tokens: Tensor, embedding: Tensor, *, batch: int, tuning: int = 0) -> None:
+        """Embed the samples [samples, length], `batch` at a time; of the last `tuning` only what
+        the original makes of them is wanted.
+        """
         length = tokens.shape[1]
         tables = all_tables(self.config, self.device)
         self.context = Whole(length, tables, self.ops, first=long_rows(self.config, length))
         embed = Embedding(embedding, plan_of(self.config).embedding_scale)
-        for begin in range(0, len(tokens), batch):
-            part = tokens[begin : begin + batch]
+        seen = len(tokens) - tuning
+        for part in tokens[:seen].split(batch):
             x = embed(part).to(self.dtype)
             self.hidden.append(x)
             if self.original is not None:
                 self.original.append(x)
+        if self.original is not None and tuning:
+            for part in tokens[seen:].split(batch):
+                self.original.append(embed(part).to(self.tuning_dtype))
 
     def close(self) -> None:
         self.hidden.close()
@@ -140,23 +145,23 @@ class Loop:
         self.store.save(block_name(work.index), finished)
         return finished
 
-    def load(self, index: int) -> WorkBlock:
-        block = WorkBlock.load(
-            self.source, self.config, index, device=self.device, dtype=self.dtype
-        )
+    def load(self, index: int, *, dtype: torch.dtype | None = None) -> WorkBlock:
+        dtype = dtype or self.dtype
+        block = WorkBlock.load(self.source, self.config, index, device=self.device, dtype=dtype)
         self.source.check_used(within=f"model.layers.{index}.")  # it would be left out
         return block
 
-    def restore(self, finished: FinishedBlock, index: int) -> WorkBlock:
-        return WorkBlock.restore(finished, self.config, index, device=self.device, dtype=self.dtype)
+    def restore(
+        self, finished: FinishedBlock, index: int, *, dtype: torch.dtype | None = None
+    ) -> WorkBlock:
+        dtype = dtype or self.dtype
+        return WorkBlock.restore(finished, self.config, index, device=self.device, dtype=dtype)
 
     def advance(self, index: int, work: WorkBlock) -> None:
         """Both streams of activations move on to the next block."""
         assert self.context is not None
         if self.original is not None:
-            block = self.load(index).build()
-            for i in range(len(self.original)):
-                self.original[i] = block.forward(self.original[i], self.context)
+            self.follow(index, self.original)
         block = work.build()
         for i in range(len(self.hidden)):
             x = work.run(block, i, self.hidden[i], self.context)
@@ -168,6 +173,18 @@ class Loop:
             self.hidden[i] = x
         work.known.forget()
 
+    def follow(self, index: int, original: ActivationCache) -> None:
+        """The original's own block, over all samples; those of tuning alone in its dtype."""
+        assert self.context is not None
+        block = self.load(index).build()
+        seen = len(self.hidden)
+        for i in range(seen):
+            original[i] = block.forward(original[i], self.context)
+        if seen < len(original):
+            block = self.load(index, dtype=self.tuning_dtype).build()
+        for i in range(seen, len(original)):
+            original[i] = block.forward(original[i], self.context)
+
     def tune(self, tokens: Tensor, embedding: Tensor) -> None:
         """All finished blocks together; the results lie beside them and stand in their place."""
         count = self.config.layers
@@ -176,7 +193,8 @@ class Loop:
         assert self.original is not None and self.context is not None
         original = self.original
         places = original.samples
-        works = [self.restore(self.store.load(block_name(i)), i) for i in range(count)]
+        dtype = self.tuning_dtype
+        works = [self.restore(self.store.load(block_name(i)), i, dtype=dtype) for i in range(count)]
         recipe = self.recipe
         settings = Tuning(
             recipe.tune_steps,
@@ -186,29 +204,42 @@ class Loop:
             seed=self.setting.seed,
         )
 
-        embed = Embedding(embedding, plan_of(self.config).embedding_scale)
-
-        def embedded(i: int) -> Tensor:
-            return embed(tokens[i]).to(self.device, self.dtype)
-
+        scale = plan_of(self.config).embedding_scale
+        embed = Embedding(embedding.to(self.device), scale)
         facts = tune(
             works,
-            embedded,
-            lambda i: original.sample(places[i]),
+            lambda i: embed(tokens[i].to(self.device)).to(dtype),
+            lambda i: original.sample(places[i]).to(dtype),
             len(tokens),
             context=self.context,
             settings=settings,
-            predictions=self.predictions(),
+            predictions=self.predictions(dtype),
+            originals=self.start_of_codes,
             listen=lambda step: self.listen(Event("tuned", step, settings.steps)),
         )
         for i, work in enumerate(works):
             self.store.save(tuned_name(i), work.finished(facts))
 
-    def predictions(self) -> Predictions:
+    def start_of_codes(self, index: int) -> dict[str, Tensor]:
+        """The original's weights, unless transforms have made others of them."""
+        recipe = self.recipe
+        if not recipe.tune_rounding or recipe.scale_search or recipe.smooth is not None:
+            return {}
+        return self.load(index).weights
+
+    @property
+    def tuning_dtype(self) -> torch.dtype:
+        """Codes move by whole steps, beside which bfloat16's rounding is small, and float32 has no
+        fast attention on a GPU.
+        """
+        coarse = self.recipe.tune_rounding > 0 and self.dtype == torch.float32
+        return torch.bfloat16 if coarse and self.device.type == "cuda" else self.dtype
+
+    def predictions(self, dtype: torch.dtype) -> Predictions:
         tied = self.config.tied_embeddings
         head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        norm = self.source.tensor("model.norm.weight").to(self.device, self.dtype)
-        weight = self.source.tensor(head).to(self.device, self.dtype)
+        norm = self.source.tensor("model.norm.weight").to(self.device, dtype)
+        weight = self.source.tensor(head).to(self.device, dtype)
         plan = plan_of(self.config)
         folded = Norm(norm, self.config.epsilon, plan.norm.plus_one).folded
         return Predictions(folded, weight, plan.shape_logits)
@@ -287,8 +318,8 @@ class Loop:
         assert self.original is not None and self.context is not None
         targets = self.cache("target")
         block = self.load(work.index).build()
-        for x in self.original:
-            targets.append(block.forward(x, self.context))
+        for i in range(len(self.hidden)):
+            targets.append(block.forward(self.original[i], self.context))
         before, after = self.learned(work, targets)
         targets.close()
         return {"before": before, "after": after}

@@ -30,6 +30,7 @@ class Samples:
     source: str
     seed: int
     own: int = 0  # of them written by the model itself (own_text.py)
+    tuning: int = 0  # the last so many are looked at by tuning alone
 
     @property
     def digest(self) -> str:
@@ -42,7 +43,7 @@ class Samples:
             "length": self.tokens.shape[1],
             "seed": self.seed,
             "tokens_sha256": self.digest,
-        } | ({"own": self.own} if self.own else {})
+        } | {name: count for name in ("own", "tuning") if (count := getattr(self, name))}
 
 
 def read_text(source: str) -> str:

@@ -1,6 +1,7 @@
 """Text of the original model's own, beside the calibration text.
 
-    token drawn from the vocabulary → the original goes on at temperature 1 → one sample
+    token drawn from the vocabulary, or a piece of the calibration text
+        → the original goes on at temperature 1 → one sample
 
 Learning at 2 or 3 bits fits the text that it sees, and forgets what the text does not show. What
 the original writes by itself shows more of what it knows: other subjects, code, dialogue. No data
@@ -20,26 +21,33 @@ from torch import Tensor
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.quant.calibration import Samples
 
-TOGETHER = 128  # samples that are written side by side
+TOGETHER = 1 << 17  # tokens of the samples that are written side by side
+PIECE = 32  # tokens of the calibration text that every second sample goes on from
 PAGE = 16  # tokens in a block of the cache
 STRIDE = 1 << 20  # between the seeds of two runs: each sample has a seed of its own
 
 
-def with_own_text(samples: Samples, model: Path, *, share: float, device: torch.device) -> Samples:
+def with_own_text(
+    samples: Samples, model: Path, *, share: float, device: torch.device, tuning: float = 0.0
+) -> Samples:
     """`samples`, and for each of them `share` more that the model writes, in an order drawn by the
-    samples' seed: what looks only at the first ones sees both kinds.
+    samples' seed: what looks only at the first ones sees both kinds. Behind them `tuning` more for
+    each, which only tuning looks at.
     """
-    count = round(share * len(samples.tokens))
-    if not count or samples.own:
+    size = len(samples.tokens)
+    count = round(share * size)
+    later = round(tuning * size)
+    if not count + later or samples.own:
         return samples
     first = samples.tokens[:, 0].tolist()
-    prompts = openings(Checkpoint(model), count, samples.seed, like=first)
-    written = write(
-        model, prompts, length=samples.tokens.shape[1], seed=samples.seed, device=device
-    )
-    tokens = torch.cat([samples.tokens, written])
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(samples.seed))
-    return dataclasses.replace(samples, tokens=tokens[order], own=count)
+    prompts = openings(Checkpoint(model), count + later, samples.seed, like=first)
+    prompts[1::2] = pieces(samples, len(prompts) // 2, behind=len(prompts[0]) - 1)
+    length = samples.tokens.shape[1]
+    written = write(model, prompts, length=length, seed=samples.seed, device=device)
+    both = torch.cat([samples.tokens, written[:count]])
+    order = torch.randperm(len(both), generator=torch.Generator().manual_seed(samples.seed))
+    tokens = torch.cat([both[order], written[count:]])
+    return dataclasses.replace(samples, tokens=tokens, own=count + later, tuning=later)
 
 
 def write(
@@ -49,13 +57,14 @@ def write(
     from flyweight import garbage
     from flyweight.engine.llm import LLM
 
-    blocks = TOGETHER * (-(-length // PAGE) + 1)
+    together = max(1, TOGETHER // length)
+    blocks = together * (-(-length // PAGE) + 1)
     llm = LLM(
         model,
         device=device,
         dtype="bfloat16" if device.type == "cuda" else None,
         max_model_len=length,
-        max_num_seqs=TOGETHER,
+        max_num_seqs=together,
         block_size=PAGE,
         blocks=blocks,
         prefix_cache=False,
@@ -84,6 +93,19 @@ def openings(
     drawn = known[torch.randint(len(known), (count,), generator=generator)].tolist()
     begin = [tokenizer.bos_token_id] if set(like) == {tokenizer.bos_token_id} else []
     return [[*begin, token] for token in drawn]
+
+
+def pieces(samples: Samples, count: int, *, behind: int) -> list[list[int]]:
+    """Drawn from the samples, each behind the first `behind` tokens of its own (BOS)."""
+    generator = torch.Generator().manual_seed(samples.seed)
+    number, length = samples.tokens.shape
+    size = min(PIECE, length // 2)
+    lines = torch.randint(number, (count,), generator=generator).tolist()
+    begins = torch.randint(behind, length - size, (count,), generator=generator).tolist()
+    return [
+        [*samples.tokens[line, :behind].tolist(), *samples.tokens[line, begin:][:size].tolist()]
+        for line, begin in zip(lines, begins, strict=True)
+    ]
 
 
 def continue_all(llm: Any, prompts: list[list[int]], length: int, seed: int) -> Tensor:

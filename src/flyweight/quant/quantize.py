@@ -21,6 +21,7 @@ from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.writer import recover
 from flyweight.device import pick_device
+from flyweight.engine.memory import available_memory
 from flyweight.errors import OptionError, ResourceError
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.config import ModelConfig
@@ -49,6 +50,7 @@ from flyweight.quant.summary import (
     layer_figures,
     layer_tensors,
 )
+from flyweight.quant.tune import HELD, HELD_MOVING
 from flyweight.tensors import Plain, QuantTensor
 
 
@@ -71,6 +73,7 @@ def quantize(
     if options.format:
         formats.named(options.format)  # an unknown name must not show after an hour of calibration
     job = Job(model, options.chosen_recipe(scheme), Path(output).absolute(), options)
+    job.check_tuning()
     samples = job.samples()
     fingerprint = job.fingerprint(samples)
     recover(job.output)  # now: what an interrupted run has left would otherwise show after hours
@@ -136,7 +139,7 @@ class Job:
         elif self.device.type == "cpu":
             self.dtype = torch.float32  # without a GPU only float32 is fast
         widths = sharding.linear_widths(self.config, options.shards)
-        self.recipe = recipe.with_group_size(
+        self.recipe = recipe.with_last_block(self.config.layers - 1).with_group_size(
             lambda size: size if size == -1 else fit_group_size(size, widths)
         )
         sharding.check_pruning(self.config, self.recipe)
@@ -158,6 +161,25 @@ class Job:
         layers = (f"model.layers.{index}.*" for index in range(self.config.layers))
         self.source.check_used(layers)
 
+    def check_tuning(self) -> None:
+        """That the whole model has room where it is tuned shows before its blocks are solved."""
+        recipe = self.recipe
+        if not recipe.tune_steps:
+            return
+        groups = [group for layer in plan_of(self.config).layers for group in layer.groups]
+        weights = sum(sum(group.sizes) * group.in_features for group in groups)
+        on_gpu = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else available_memory()
+        needed = weights * (HELD_MOVING if recipe.tune_rounding else HELD)
+        if needed <= free:
+            return
+        less = f", or a recipe with tune_rounding = 0 ({weights * HELD / 1e9:.1f} GB)"
+        raise ResourceError(
+            f"{recipe.name} tunes the whole model, which takes {needed / 1e9:.1f} GB of memory; "
+            f"{free / 1e9:.1f} GB of {self.device} are free. Take another device"
+            f"{less if recipe.tune_rounding and weights * HELD <= free else ''}, or tune_steps = 0"
+        )
+
     def check_output(self) -> None:
         if self.output.is_file():
             raise OptionError(f"{self.output} is a file; choose another name for the folder")
@@ -171,12 +193,12 @@ class Job:
         if not self.recipe.calibrated:
             return None
         samples = self.text_samples()
-        if not self.recipe.own_text or isinstance(self.source, PresetWeights):
+        share, tuning = self.recipe.own_shares
+        if not share + tuning or isinstance(self.source, PresetWeights):
             return samples
+        folder = self.source.folder
         with memory_errors("own text"):
-            return with_own_text(
-                samples, self.source.folder, share=self.recipe.own_text, device=self.device
-            )
+            return with_own_text(samples, folder, share=share, device=self.device, tuning=tuning)
 
     def text_samples(self) -> Samples:
         """Windows of the calibration text, or those that were given."""
@@ -248,7 +270,8 @@ class Job:
         embedding = None
         if samples is not None:
             embedding = self.source.tensor("model.embed_tokens.weight").cpu()
-            loop.begin(samples.tokens, embedding, batch=self.options.batch_size(self.device))
+            batch = self.options.batch_size(self.device)
+            loop.begin(samples.tokens, embedding, batch=batch, tuning=samples.tuning)
         count = min(self.config.layers, self.options.blocks or self.config.layers)
         done = loop.run(count)
         if count == self.config.layers:

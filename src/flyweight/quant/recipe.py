@@ -10,6 +10,9 @@ match = "*.mlp.down_proj"
 bits = 8
 
 [[layers]]
+match = "model.layers.{last}.*"   # of the last block, however many there are
+
+[[layers]]
 match = "lm_head"             # the head stays as it is unless a line names it
 solver = "rtn"
 """
@@ -135,10 +138,11 @@ class Recipe:
     tune_steps: int = 0  # scales, books and norms of the whole model tuned on its predictions
     tune_batch: int = 8
     tune_rate: float = 1e-3
-    tune_rounding: float = 0.0  # how far codes may travel with them
+    tune_rounding: float = 0.0  # how many steps of their grid codes may travel with them
     # an error counts by its share of the hidden state that it is added to, token by token
     relative: bool = False
     own_text: float = 0.0  # samples that the original writes, for each of the calibration text
+    tune_text: float = 0.0  # and so many more that only tuning sees
     embeddings: str = "keep"  # or a dtype to store embeddings and norms in
     served_head: str = "stored"  # or bits that the head is rounded to when the model is loaded
 
@@ -147,8 +151,9 @@ class Recipe:
             raise OptionError(
                 f'recipe {self.name!r}: smooth is a number or "search", not {self.smooth!r}'
             )
-        if self.own_text < 0:
-            raise OptionError(f"recipe {self.name!r}: own_text is 0 or more, not {self.own_text}")
+        for key, share in {"own_text": self.own_text, "tune_text": self.tune_text}.items():
+            if share < 0:
+                raise OptionError(f"recipe {self.name!r}: {key} is 0 or more, not {share}")
         if self.embeddings not in ("keep", "float16", "bfloat16", "float32"):
             raise OptionError(
                 f"recipe {self.name!r}: "
@@ -182,6 +187,15 @@ class Recipe:
         ]
         return any(layer.needs_statistics for layer in layers)
 
+    @property
+    def own_shares(self) -> tuple[float, float]:
+        """Samples that the original is to write, for each of the calibration text: what all
+        stages see, and what only tuning does.
+        """
+        if not self.calibrated:
+            return 0.0, 0.0
+        return self.own_text, self.tune_text if self.tune_steps else 0.0
+
     def layer_for(self, name: str) -> Layer:
         """The layer called `model.layers.3.mlp.down_proj` or `lm_head`."""
         fitting = [changes for pattern, changes in self.lines if fnmatchcase(name, pattern)]
@@ -209,6 +223,13 @@ class Recipe:
         )
         layer = dataclasses.replace(self.layer, group_size=fit(self.layer.group_size))
         return dataclasses.replace(self, layer=layer, lines=lines)
+
+    def with_last_block(self, index: int) -> Recipe:
+        """Patterns that name the last block, with its number."""
+        lines = tuple(
+            (pattern.replace("{last}", str(index)), changes) for pattern, changes in self.lines
+        )
+        return dataclasses.replace(self, lines=lines)
 
     def to_dict(self) -> dict[str, Any]:
         """As a recipe file would say it; `from_dict` reads it back."""

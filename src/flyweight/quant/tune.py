@@ -7,9 +7,9 @@ what the original does.
     backward   … ← h₁ ← block i once more, with gradients; what it is made of moves at once
 
 No gradient outlives its block: memory holds the packed weights, the hidden states of one batch and
-one dense block. With `rounding` codes move too, by sign-SGD: a code becomes its neighbour where the
-gradient keeps pointing there. Some samples are held out; the result is kept only if their loss
-falls.
+one dense block (or the graphs of all blocks, where a GPU has room: then nothing is run again). With
+`rounding` codes move too (movable.py). Some samples are held out; the result is kept only if their
+loss falls.
 
 `tune_block` does the same to one block alone, towards the output of the original's block, before
 the blocks behind it are solved: those then see inputs that are nearer to the original's.
@@ -17,8 +17,7 @@ the blocks behind it are solved: those then see inputs that are nearer to the or
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,19 +28,16 @@ from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage
 from flyweight.quant.cache import ActivationCache
-from flyweight.quant.rounding import SAME_GRADIENTS, output_error, straight_round, trainable
+from flyweight.quant.movable import FIELDS, Movable, Part
+from flyweight.quant.rounding import SAME_GRADIENTS, output_error, trainable
 from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
-from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
 
 ROWS = 1024  # tokens whose logits are held at a time
+HELD = 1  # bytes of a weight while scales move: its code
+HELD_MOVING = 13  # and while codes do: a float32 and Adam's averages of it besides
 HELD_OUT = 16  # one sample of so many
-FIELDS = {  # kind → what may move
-    "int": ("scales",),
-    "w8a8": ("scales",),
-    "vptq": ("codebook", "residual", "outlier_codebook", "scale", "bias"),
-}
-BOOKS = ("codebook", "residual", "outlier_codebook", "bias")
+MOST_HELD_OUT = 64
 
 
 @dataclass(frozen=True)
@@ -49,116 +45,27 @@ class Tuning:
     steps: int = 200
     batch: int = 8  # sequences in a step
     rate: float = 1e-3  # Adam's first step, as a share of the size of what moves
-    rounding: float = 0.0  # how far a code can travel in all; it changes after half a step
+    rounding: float = 0.0  # how many steps of its grid a code can travel in all
     seed: int = 0
-
-
-class Movable:
-    """A tensor that is stored in some dtype, and its float32 move in units of its own size."""
-
-    def __init__(self, stored: Tensor, *, alike: bool = False) -> None:
-        """`alike`: entries that share one unit, their root mean square; else each has its own."""
-        self.stored = stored
-        self.start = stored.float()
-        size = self.start.square().mean().sqrt()
-        self.unit = size if alike else self.start.abs().clamp(min=1e-3 * float(size) + 1e-30)
-        self.move = torch.zeros_like(self.start, requires_grad=True)
-
-    def value(self) -> Tensor:
-        return self.start + self.unit * self.move
-
-    def result(self) -> Tensor:
-        return self.value().detach().to(self.stored.dtype)
-
-
-class Part:
-    """One quantized weight with what may move in it; codes lie unpacked, one byte each (indices of
-    vectors: eight).
-    """
-
-    def __init__(self, tensor: QuantTensor, *, rounding: bool) -> None:
-        self.tensor = tensor
-        self.moves = {
-            name: Movable(getattr(tensor, name), alike=name in BOOKS)
-            for name in FIELDS.get(tensor.kind, ())
-            if getattr(tensor, name) is not None
-        }
-        self.integers = self.indices = self.nudge = None
-        if isinstance(tensor, IntGroup):
-            self.integers = tensor.integers().to(torch.int8 if tensor.bits < 8 else torch.int16)
-            if rounding:
-                self.nudge = torch.zeros(
-                    tensor.matrix_shape,
-                    dtype=torch.float16,
-                    device=tensor.device,
-                    requires_grad=True,
-                )
-        elif isinstance(tensor, VectorQuant):
-            self.indices = tensor.split_indices()
-
-    def nudged(self, round_to: Callable[[Tensor], Tensor]) -> Tensor:
-        """Codes less their zero points [out, in], each moved to a neighbour where its nudge is
-        beyond a half.
-        """
-        assert isinstance(self.tensor, IntGroup) and self.integers is not None
-        if self.nudge is None:
-            return self.integers.float()
-        zeros = (
-            2 ** (self.tensor.bits - 1)
-            if self.tensor.zeros is None
-            else self.tensor.zeros.float()[..., None]
-        )
-        pieces = (self.integers + round_to(self.nudge.float())).unflatten(
-            1, (self.tensor.groups, -1)
-        )
-        return torch.clamp(
-            pieces, -torch.as_tensor(zeros), 2**self.tensor.bits - 1 - torch.as_tensor(zeros)
-        ).flatten(1)
-
-    def weight(self) -> Tensor:
-        values = {name: field.value() for name, field in self.moves.items()}
-        if isinstance(self.tensor, IntGroup) and self.tensor.g_idx is None:
-            return (
-                self.nudged(straight_round).unflatten(1, (self.tensor.groups, -1))
-                * values["scales"][..., None]
-            ).flatten(1)
-        tensor = dataclasses.replace(self.tensor, **values)
-        return (
-            tensor.decode(*self.indices)
-            if isinstance(tensor, VectorQuant) and self.indices
-            else tensor.dequantize()
-        )
-
-    @torch.no_grad()
-    def result(self) -> QuantTensor:
-        made = dataclasses.replace(
-            self.tensor, **{name: field.result() for name, field in self.moves.items()}
-        )
-        if self.nudge is None or not isinstance(made, IntGroup):
-            return made
-        zeros = (
-            2 ** (made.bits - 1)
-            if made.zeros is None
-            else made.zeros.int()[:, made.group_of_column()]
-        )
-        return IntGroup.from_values(
-            self.nudged(torch.round).int() + zeros,
-            made.scales,
-            made.zeros,
-            bits=made.bits,
-            group_size=made.group_size,
-        )
 
 
 class TunedBlock:
     """A finished block whose weights are computed from what moves, at every call."""
 
-    def __init__(self, work: WorkBlock, context: PromptStage, settings: Tuning) -> None:
+    def __init__(
+        self,
+        work: WorkBlock,
+        context: PromptStage,
+        settings: Tuning,
+        originals: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`originals`: weights that codes start near to, where they are known."""
+        originals = originals or {}
         self.work = work
         self.context = context
         self.settings = settings
         self.parts = {
-            name: Part(tensor, rounding=settings.rounding > 0)
+            name: Part(tensor, rounding=settings.rounding > 0, original=originals.get(name))
             for name, tensor in work.quantized.items()
             if tensor.kind in FIELDS
         }
@@ -169,8 +76,14 @@ class TunedBlock:
             *self.norms.values(),
             *(field for part in self.parts.values() for field in part.moves.values()),
         ]
+        groups = [{"params": [field.move for field in moving]}]
+        codes = [
+            part.codes for part in self.parts.values() if part.moving and part.codes is not None
+        ]
+        if codes:
+            groups.append({"params": codes})
         self.adam = torch.optim.Adam(
-            [field.move for field in moving], lr=settings.rate, betas=(0.9, 0.95)
+            groups, lr=settings.rate, betas=(0.9, 0.95), fused=work.device.type == "cuda"
         )
 
         self.block = trainable(work)
@@ -204,21 +117,31 @@ class TunedBlock:
 
         return run
 
-    def backward(self, x: Tensor, gradient: Tensor, share: float) -> Tensor:
-        """The gradient of the input; parameters have moved by `share` of the first step's rate."""
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            self.forward(x).backward(gradient)
-        self.adam.param_groups[0]["lr"] = self.settings.rate * share
-        self.adam.step()
-        self.adam.zero_grad()
-        rate = 2 * self.settings.rounding / self.settings.steps * share
-        for part in self.parts.values():
-            if part.nudge is not None and part.nudge.grad is not None:
-                part.nudge.data.sub_(rate * part.nudge.grad.sign()).clamp_(-0.99, 0.99)
-                part.nudge.grad = None
+    def backward(
+        self, x: Tensor, gradient: Tensor, share: float, *, y: Tensor | None = None
+    ) -> Tensor:
+        """The gradient of the input; parameters have moved by `share` of the first step's rate.
+        Without `y`, what `forward` gave with its graph, the block runs once more.
+        """
+        if y is None:
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = self.forward(x)
+        y.backward(gradient)
+        self.move(share)
         assert x.grad is not None
         return x.grad
+
+    def move(self, share: float) -> None:
+        """By the gradients that are there."""
+        rates = (self.settings.rate, 2 * self.settings.rounding / self.settings.steps)
+        for group, rate in zip(self.adam.param_groups, rates, strict=False):
+            group["lr"] = rate * share
+        self.adam.step()
+        self.adam.zero_grad()
+        for part in self.parts.values():
+            if part.moving:
+                part.stay_inside()
 
     def finish(self) -> None:
         self.work.quantized |= {name: part.result() for name, part in self.parts.items()}
@@ -243,9 +166,9 @@ class Predictions:
 
     def divergence(
         self, hidden: Tensor, wanted: Tensor, *, gradient: bool
-    ) -> tuple[float, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(mean KL over tokens, its gradient by hidden [sequences, tokens, size])"""
-        total = 0.0
+        total = torch.zeros((), device=hidden.device)
         parts = []
         count = hidden[..., 0].numel()
         for x, y in zip(
@@ -262,7 +185,7 @@ class Predictions:
                     )
                     / count
                 )
-            total += float(loss.detach())
+            total += loss.detach()
             if gradient:
                 loss.backward()
                 parts.append(x.grad)
@@ -300,6 +223,60 @@ def tune_block(
     return before, after
 
 
+class Chain:
+    """Blocks one behind the other, from the embedding to the predictions."""
+
+    def __init__(
+        self, works: Sequence[WorkBlock], predictions: Predictions, context: PromptStage
+    ) -> None:
+        self.works = works
+        self.predictions = predictions
+        self.context = context
+
+    def loss(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Of the works as they are, by batches of equal size or nearly so."""
+        total, count = 0.0, 0
+        for x, wanted in batches:
+            for work in self.works:
+                x = work.build().forward(x, self.context)
+                work.unpacked.clear()
+            total += len(x) * float(self.predictions.divergence(x, wanted, gradient=False)[0])
+            count += len(x)
+        return total / count
+
+    def step(
+        self, blocks: Sequence[TunedBlock], x: Tensor, wanted: Tensor, share: float, *, keep: bool
+    ) -> None:
+        """One batch through all blocks and back; with `keep` the graphs of all of them are held,
+        else each block runs once more on the way back.
+        """
+        passed = []
+        for block in blocks:
+            x = x.detach().requires_grad_(keep)
+            with torch.set_grad_enabled(keep):
+                y = block.forward(x)
+            passed.append((x, y if keep else None))
+            x = y
+        gradient = self.predictions.divergence(x, wanted, gradient=True)[1]
+        for block in reversed(blocks):
+            assert gradient is not None
+            x, kept = passed.pop()
+            gradient = block.backward(x, gradient, share, y=kept)
+
+
+def graphs_fit(blocks: Sequence[TunedBlock], x: Tensor) -> bool:
+    """Whether half of the device's free memory holds the graphs of all blocks at once."""
+    if x.device.type != "cuda":
+        return False
+    with torch.enable_grad():
+        before = torch.cuda.memory_allocated(x.device)
+        y = blocks[0].forward(x.detach().requires_grad_())
+        needed = len(blocks) * (torch.cuda.memory_allocated(x.device) - before)
+        del y
+    unused = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
+    return needed < (torch.cuda.mem_get_info(x.device)[0] + unused) / 2
+
+
 @torch.no_grad()
 def tune(
     works: Sequence[WorkBlock],
@@ -309,54 +286,41 @@ def tune(
     predictions: Predictions,
     context: PromptStage,
     settings: Tuning,
+    originals: Callable[[int], Mapping[str, Tensor]] = lambda index: {},
     listen: Callable[[int], None] = lambda step: None,
 ) -> dict[str, float]:
     """Improve finished blocks in place. `inputs` and `targets` give a sample's embedding and the
-    original's last hidden state.
+    original's last hidden state, `originals` what is known of a block's weights.
     """
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
-    held_out = order[: samples // HELD_OUT] or order
+    held_out = order[: min(samples // HELD_OUT, MOST_HELD_OUT)] or order
     used = order[len(held_out) :] or order
-    originals = [(dict(work.quantized), dict(work.others)) for work in works]
+    untuned = [(dict(work.quantized), dict(work.others)) for work in works]
+    chain = Chain(works, predictions, context)
 
     def batch(picked: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.stack([inputs(i) for i in picked]), torch.stack([targets(i) for i in picked])
 
     def loss() -> float:
-        """On the samples that are held out."""
-        total = 0.0
-        for begin in range(0, len(held_out), settings.batch):
-            picked = held_out[begin : begin + settings.batch]
-            x, wanted = batch(picked)
-            for work in works:
-                x = work.build().forward(x, context)
-                work.unpacked.clear()
-            total += len(picked) * predictions.divergence(x, wanted, gradient=False)[0]
-        return total / len(held_out)
+        size = settings.batch
+        parts = (held_out[begin : begin + size] for begin in range(0, len(held_out), size))
+        return chain.loss(batch(part) for part in parts)
 
     before = loss()
     generator = torch.Generator().manual_seed(settings.seed)
-    blocks = [TunedBlock(work, context, settings) for work in works]
+    blocks = [TunedBlock(work, context, settings, originals(i)) for i, work in enumerate(works)]
     with matmul_precision("high"), SAME_GRADIENTS():
+        keep = graphs_fit(blocks, batch(used[: settings.batch])[0])
         for step in range(settings.steps):
-            picked = [
-                used[i]
-                for i in torch.randperm(len(used), generator=generator)[: settings.batch].tolist()
-            ]
-            x, wanted = batch(picked)
-            hidden = [x]
-            for block in blocks:
-                hidden.append(block.forward(hidden[-1]))
-            gradient = predictions.divergence(hidden.pop(), wanted, gradient=True)[1]
-            for block in reversed(blocks):
-                assert gradient is not None
-                gradient = block.backward(hidden.pop(), gradient, 1 - step / settings.steps)
+            picked = torch.randperm(len(used), generator=generator)[: settings.batch].tolist()
+            x, wanted = batch([used[i] for i in picked])
+            chain.step(blocks, x, wanted, 1 - step / settings.steps, keep=keep)
             listen(step + 1)
     for block in blocks:
         block.finish()
     after = loss()
     if not after < before:
-        for work, (quantized, others) in zip(works, originals, strict=True):
+        for work, (quantized, others) in zip(works, untuned, strict=True):
             work.quantized = quantized
             work.others = others
         after = before
