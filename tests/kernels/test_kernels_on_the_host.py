@@ -545,6 +545,28 @@ def test_a_larger_shared_expert_is_several_choices_before_hopper(monkeypatch, ki
     )
 
 
+@pytest.mark.parametrize(("hidden", "width"), [(320, 2560), (2304, 320)])
+def test_experts_of_one_token_hold_their_inputs_before_hopper(hidden, width, monkeypatch):
+    """Ten or nine warps where a tile is as many shares; other rows for each slot."""
+    count, chosen = 4, 3
+    first, second = (
+        [linear_of(make("int4:64", shape, i), activation=act) for i in range(count)]
+        for shape, act in (((2 * width, hidden), "silu"), ((hidden, width), None))
+    )
+    router = torch.randn(count, hidden) * hidden**-0.5
+    ready = torch.zeros(1, dtype=torch.int32)
+    chooser = DeviceRouter(router, ready, Routing(count, chosen, normalize=True))
+    layer = GroupedExperts(stack(first), stack(second), chooser)
+    norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
+    x = torch.randn(1, hidden).bfloat16()
+    want = layer.project(x, norm=norm)
+    monkeypatch.setattr(gpu, "of", lambda _: OLDER)
+    for weight in layer.gate_up, layer.down:
+        plan = gemv.fitting_plan(weight.matrix, 1, OLDER, tiles=16, lone_row=True)
+        assert plan.held_inputs
+    assert error(layer.project(x, norm=norm), want.double()) < 8e-3
+
+
 def test_the_experts_own_kernel_chooses_as_the_route_does():
     count, chosen, hidden, width = 259, 5, 320, 64
     first, second = (
