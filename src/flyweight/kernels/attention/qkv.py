@@ -159,8 +159,7 @@ def linear_plan(
         tiles=tiles,
         more=own,
         alone=alone and not beside,
-        all_warps=True,
-        registers_beside=beside,
+        attends=beside,
         lone_row=lone_row,
     )
 

@@ -281,13 +281,13 @@ def fitting_plan(
     tiles: int,
     more: int = 0,
     alone: bool = False,
-    all_warps: bool = False,
-    registers_beside: bool = False,
+    attends: bool | None = None,
     lone_row: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
-    even that is too much. `all_warps`: those that have no share of the last stages, too;
-    `registers_beside`: with x in registers, where that leaves room for another one.
+    even that is too much. `attends`: attention follows in the same launch, which takes all warps,
+    those without a share of the last stages, too; True: x is in registers, where that leaves room
+    for another kernel.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
@@ -301,11 +301,11 @@ def fitting_plan(
         own_bytes=own_bytes(device),
         lone_row=lone_row,
     )
-    if wanted.own_bytes and not all_warps:
+    if wanted.own_bytes and attends is None:
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
-    if registers_beside and (found := _registers_beside_plan(matrix, rows, wanted, device)):
+    if attends and (found := _registers_beside_plan(matrix, rows, wanted, device)):
         return found
     several: list[dict[str, Any]] = [
         dict(fewest=3),
