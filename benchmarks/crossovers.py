@@ -29,7 +29,14 @@ from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile
 from flyweight.kernels import compiler, dependent_launch, dispatch, jit
-from flyweight.kernels.linear import gemm, gemm_mma, gemm_small, gemv, gemv_cluster, gemv_splitk
+from flyweight.kernels.linear import (
+    gemm,
+    gemm_mma,
+    gemm_small,
+    gemv_cluster,
+    gemv_plan,
+    gemv_splitk,
+)
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 from flyweight.tensors import QuantTensor
@@ -41,7 +48,7 @@ DEVICE = torch.device("cuda", 0)
 def kernels_for(weight: TiledWeight, rows: int) -> Iterator[str]:
     matrix = weight.matrix
     device = gpu.of(DEVICE)
-    if rows in gemv.ROWS and gemv.fits(matrix, rows, device):
+    if rows in gemv_plan.ROWS and gemv_plan.fits(matrix, rows, device):
         yield "gemv"
     if gemv_splitk.choose(matrix, rows, device) is not None:
         yield "gemv_splitk"

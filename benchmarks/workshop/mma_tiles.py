@@ -32,7 +32,7 @@ from flyweight.bench import peers, replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.kernels import dependent_launch
 from flyweight.kernels.compiler import KernelError
-from flyweight.kernels.linear import choose, gemm_mma, gemv, gemv_splitk, tiles
+from flyweight.kernels.linear import choose, gemm_mma, gemv, gemv_plan, gemv_splitk, tiles
 from flyweight.kernels.linear.format import FORMATS as WEIGHT_FORMATS
 from flyweight.kernels.linear.tiles import TiledWeight
 from flyweight.kernels.tuned import MmaTile
@@ -122,7 +122,7 @@ def variants(trial: Trial, weight: TiledWeight, device: gpu.Gpu) -> dict[str, Ru
     now = kinds.get(choose.choose(weight, rows, device).kernel)
     if now is not None and (now is not gemm_mma or rows > 64):  # else it is one of the tiles
         found["now"] = now.multiply
-    if rows == 8 and gemv.fits(matrix, rows, device):
+    if rows == 8 and gemv_plan.fits(matrix, rows, device):
         found["gemv"] = gemv.multiply
     for slices in (3, 6) if rows in (4, 8) and trial.shape == "down" else ():
         if gemv_splitk.choose(matrix, rows, device, slices):

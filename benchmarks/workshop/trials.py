@@ -59,7 +59,10 @@ from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 from flyweight.machine import copy_bandwidth
 
-LINEAR = ("choose", "gemm", "gemm_shape", "gemm_small", "gemv", "gemv_cluster", "gemv_splitk")
+LINEAR = (
+    *("choose", "gemm", "gemm_shape", "gemm_small"),
+    *("gemv", "gemv_cluster", "gemv_plan", "gemv_splitk"),
+)
 MODULES = {name: f"linear.{name}" for name in LINEAR} | {
     "rows": "vptq.rows",
     "gather": "vptq.gather_plan",

@@ -3,7 +3,7 @@
 import pytest
 
 from flyweight.gpu import GPUS
-from flyweight.kernels.linear import gemm_small, gemv, gemv_splitk
+from flyweight.kernels.linear import gemm_small, gemv_plan, gemv_splitk
 from flyweight.kernels.linear.choose import whole_or_split
 from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.tiles import Matrix
@@ -19,7 +19,7 @@ SHAPES = [
     (2560, 9728),
 ]
 H200 = GPUS["sm_90a"]
-BESIDE = H200.shared_beside(gemv.RESERVED_BESIDE)
+BESIDE = H200.shared_beside(gemv_plan.RESERVED_BESIDE)
 
 
 def taken_by(kernel):
@@ -74,16 +74,16 @@ def test_inputs_are_cut_as_was_measured_to_be_fastest(kind, rows, slices):
 def test_no_kernel_for_few_rows_takes_an_sm_for_itself(kind):
     """Wherever x as a whole leaves no room for the next kernel, it is cut."""
     for outputs, columns in SHAPES:
-        for rows in gemv.ROWS:
+        for rows in gemv_plan.ROWS:
             if whole_or_split(matrix(kind, outputs, columns), rows, H200) == "gemv":
-                assert gemv.fits_beside(matrix(kind, outputs, columns), rows, H200)
+                assert gemv_plan.fits_beside(matrix(kind, outputs, columns), rows, H200)
 
 
 def test_slices_of_unequal_length_cover_all_blocks():
     # 148 groups of 2 blocks
-    cut, longest, shortest = gemv.slice_blocks(matrix("int4", 3584, 18944), 11)
+    cut, longest, shortest = gemv_plan.slice_blocks(matrix("int4", 3584, 18944), 11)
     assert (cut, longest, shortest) == (2, 28, 26)
-    assert gemv.slice_blocks(matrix("plain", 64, 1192), 2) == (1, 10, 9)
+    assert gemv_plan.slice_blocks(matrix("plain", 64, 1192), 2) == (1, 10, 9)
 
 
 def test_an_integer_sum_is_never_taken_for_an_empty_word():

@@ -18,7 +18,7 @@ from gpu_linears import (
 )
 
 from flyweight import gpu
-from flyweight.kernels.linear import gemv, tiles
+from flyweight.kernels.linear import gemv, gemv_plan, tiles
 from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,7 @@ def test_eight_rows_that_stay_in_registers(kind, dtype):
         weight = tiles.prepare(tensor, dtype=dtype)
         here = gpu.of(0)
         if shape[1] > 4000 and here.shared_most < 100 << 10:
-            assert not gemv.fits(weight.matrix, 8, here), "so nobody asks for it"
+            assert not gemv_plan.fits(weight.matrix, 8, here), "so nobody asks for it"
             continue
         gemv.multiply(weight, x, out, alone=True)
         assert relative_error(out, tensor.matmul_reference(x)) < TOLERANCE[dtype]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flyweight.gpu import GPUS
-from flyweight.kernels.linear import gemv, tiles
+from flyweight.kernels.linear import gemv_plan, tiles
 from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.tiles import Matrix, TiledWeight
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
@@ -177,12 +177,14 @@ def test_interleaved_tiles_hold_gate_rows_then_up_rows():
 
 @pytest.mark.parametrize("device", GPUS.values(), ids=GPUS.keys())
 def test_plans_cover_the_weight_and_stay_within_shared_memory(device):
-    limit = device.shared_beside(gemv.RESERVED_BESIDE)
+    limit = device.shared_beside(gemv_plan.RESERVED_BESIDE)
     for kind in FORMATS.values():
         for columns in (576, 1536, 3584, 4096, 7392, 12288, 18944):
             for group in (32, 64, 128, columns):
                 matrix = Matrix(kind, 1024, columns, group)
-                plan = gemv.plan_beside(matrix, 1, gemv.Wanted(tiles=12, warps=16), device)
+                plan = gemv_plan.plan_beside(
+                    matrix, 1, gemv_plan.Wanted(tiles=12, warps=16), device
+                )
                 if limit < 100 * 1024 and plan is None:
                     continue  # of long rows nothing fits twice on a GPU with little shared memory
                 assert plan is not None and plan.stages >= 2 and plan.shared <= limit
@@ -214,7 +216,7 @@ def test_a_round_has_a_thread_for_every_output(kind, name):
     for inputs in (512, 576, 768, 896, 1536, 4096):
         matrix = Matrix(FORMATS[kind], 256, inputs, 128 if FORMATS[kind].grouped else inputs)
         for rows in range(1, 9):
-            found = gemv.fitting_plan(
+            found = gemv_plan.fitting_plan(
                 matrix, rows, GPUS[name], tiles=max(1, 16 // rows), more=20480
             )
             assert found is None or found.slots * 16 * rows <= 32 * found.warps, (inputs, rows)

@@ -11,7 +11,7 @@ from tuning import retune
 
 from flyweight import gpu
 from flyweight.kernels import dependent_launch, reference, residual, workspace
-from flyweight.kernels.linear import format, gemm, gemv, tiles
+from flyweight.kernels.linear import format, gemm, gemv, gemv_plan, tiles
 from flyweight.kernels.linear.experts import many
 from flyweight.kernels.linear.experts.chosen import ChosenExperts
 from flyweight.kernels.linear.experts.few import sum_plan
@@ -123,7 +123,7 @@ def test_warps_that_would_have_no_share_of_a_stage_are_left_out(kind, columns, w
     tensor, x = make(kind, (40, columns), 1), torch.randn(1, columns).bfloat16()
     norm = (1 + 0.1 * torch.randn(columns)).bfloat16()
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
-    assert gemv.fitting_plan(weight.matrix, 1, OLDER, tiles=1).warps == warps
+    assert gemv_plan.fitting_plan(weight.matrix, 1, OLDER, tiles=1).warps == warps
     assert (
         error(
             gemv.multiply(weight, x, norm=Norm(norm, 1e-6)),
@@ -153,7 +153,7 @@ def test_one_row_of_4_bits_is_multiplied_from_registers_before_hopper(
     monkeypatch.setattr(gpu, "of", lambda _: OLDER)
     tensor, x = make(kind, (1720, columns), 1), torch.randn(1, columns).bfloat16()
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
-    chosen = gemv.fitting_plan(weight.matrix, 1, OLDER, tiles=23, lone_row=True)
+    chosen = gemv_plan.fitting_plan(weight.matrix, 1, OLDER, tiles=23, lone_row=True)
     assert (chosen.held_inputs, chosen.warps) == (True, warps)
     assert error(gemv.multiply(weight, x), tensor.matmul_reference(x)) < 1e-2
 
@@ -164,7 +164,7 @@ def test_one_row_of_4_bits_is_multiplied_from_registers_before_hopper(
 def test_inputs_stay_in_shared_memory_where_registers_end(kind, columns, rows):
     weight = tiles.prepare(make(kind, (40, columns), 1), dtype=torch.bfloat16)
     for device, lone in (OLDER, rows == 1), (host_cuda.HOST, True):
-        chosen = gemv.fitting_plan(weight.matrix, rows, device, tiles=3, lone_row=lone)
+        chosen = gemv_plan.fitting_plan(weight.matrix, rows, device, tiles=3, lone_row=lone)
         assert not chosen.held_inputs
 
 
@@ -194,10 +194,10 @@ def test_ctas_that_share_tiles_hand_their_sums_over(kind, rows, activation, devi
     whole = gemv.multiply(weight, x, norm=norm)
     retune(monkeypatch, gemv=dict(balance_margin=1.0, stage_bytes=2048, slots=2))
     monkeypatch.setattr(gpu, "of", lambda _: device)
-    gemv.fitting_plan.cache_clear()
+    gemv_plan.fitting_plan.cache_clear()
     assert gemv.is_balanced(weight.matrix, device)
     found = gemv.multiply(weight, x, norm=norm)
-    gemv.fitting_plan.cache_clear()
+    gemv_plan.fitting_plan.cache_clear()
     assert error(found, whole.double()) < 4e-3 and mailboxes_are_empty()
 
 
@@ -562,7 +562,7 @@ def test_experts_of_one_token_hold_their_inputs_before_hopper(hidden, width, mon
     want = layer.project(x, norm=norm)
     monkeypatch.setattr(gpu, "of", lambda _: OLDER)
     for weight in layer.gate_up, layer.down:
-        plan = gemv.fitting_plan(weight.matrix, 1, OLDER, tiles=16, lone_row=True)
+        plan = gemv_plan.fitting_plan(weight.matrix, 1, OLDER, tiles=16, lone_row=True)
         assert plan.held_inputs
     assert error(layer.project(x, norm=norm), want.double()) < 8e-3
 
@@ -801,7 +801,7 @@ def test_stages_that_warps_keep_in_registers_are_multiplied_with_the_others(kind
     want = gemv.multiply(weight, x)
     assert error(want, tensor.matmul_reference(x)) < 1e-2
     retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=3)})
-    chosen = gemv.fitting_plan(weight.matrix, 1, gpu.of(None), tiles=5)
+    chosen = gemv_plan.fitting_plan(weight.matrix, 1, gpu.of(None), tiles=5)
     assert gemv.kept_stages(weight, 1, chosen, gpu.of(None)) == 0, "launches do not overlap"
     monkeypatch.setattr(dependent_launch, "enabled", True)
     assert [gemv.kept_stages(weight, rows, chosen, gpu.of(None)) for rows in (1, 2)] == [3, 0]

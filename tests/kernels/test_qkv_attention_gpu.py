@@ -27,7 +27,7 @@ from flyweight.kernels.attention.qkv import (
     qkv_attention,
     unsupported_reason,
 )
-from flyweight.kernels.linear import gemv, tiles
+from flyweight.kernels.linear import gemv, gemv_plan, tiles
 from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
@@ -431,7 +431,7 @@ def test_one_kernel_gives_what_two_give(kind):
 def test_a_thousand_replays_of_a_dependent_chain_give_the_same_bits(kind, rows):
     layers = [Layer(kind, SHAPE, rows=rows, context=700) for _ in range(3)]
     outs = [tiles.prepare(make(kind, (512, 4096), 1), dtype=torch.bfloat16) for _ in layers]
-    if not gemv.fits(outs[0].matrix, rows, gpu.of(DEVICE)):
+    if not gemv_plan.fits(outs[0].matrix, rows, gpu.of(DEVICE)):
         pytest.skip("so many rows of these inputs go through another kernel here")
     boxes = mailbox_cycle(SHAPE, rows, len(layers), dtype=torch.bfloat16, device=DEVICE)
     start = torch.randn(rows, 512, device=DEVICE).bfloat16()

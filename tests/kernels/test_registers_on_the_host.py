@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_kernels_on_the_host import error, host  # noqa: F401 (fixtures)
 
-from flyweight.kernels.linear import gemv, tiles
+from flyweight.kernels.linear import gemv, gemv_plan, tiles
 from flyweight.kernels.linear.fused import Norm
 from flyweight.tensors import IntGroup
 
@@ -21,7 +21,9 @@ def make(shape, dtype, *, bits=4, group=128, symmetric=False, scales=None):
 
 
 def run(weight, x, **options):
-    assert gemv.fitting_plan(weight.matrix, 8, host_cuda.HOST, tiles=2, alone=True).in_registers
+    assert gemv_plan.fitting_plan(
+        weight.matrix, 8, host_cuda.HOST, tiles=2, alone=True
+    ).in_registers
     out = torch.full(
         (8, weight.out_features // (2 if weight.interleaved else 1)), float("nan"), dtype=x.dtype
     )

@@ -27,10 +27,10 @@ from flyweight.kernels.attention.decode import (
     eight_bit_arguments,
     eight_bit_defines,
 )
-from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear import gemv, gemv_plan
 from flyweight.kernels.linear.choose import route, within_attention
 from flyweight.kernels.linear.fused import FusedLinear, Norm
-from flyweight.kernels.linear.gemv import Plan
+from flyweight.kernels.linear.gemv_plan import Plan
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
@@ -152,7 +152,7 @@ def linear_plan(
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
-    return gemv.fitting_plan(
+    return gemv_plan.fitting_plan(
         weight.matrix,
         rows,
         device,
@@ -174,7 +174,7 @@ def leaves_room(
         return False
     more = chunk_bytes(shape, chunk, device)
     found = linear_plan(linear.weight, shape, rows, device, more, beside=True)
-    return found is not None and gemv.leaves_room(found, device)
+    return found is not None and gemv_plan.leaves_room(found, device)
 
 
 def unsupported_reason(
@@ -198,8 +198,8 @@ def unsupported_reason(
             f"{shape.group} query heads share a kv head: more than {COLUMNS}, and not to be cut "
             f"into equal parts"
         )
-    if rows not in gemv.ROWS:
-        return f"{rows} rows are not {', '.join(map(str, gemv.ROWS))}"
+    if rows not in gemv_plan.ROWS:
+        return f"{rows} rows are not {', '.join(map(str, gemv_plan.ROWS))}"
     if weight.out_features != shape.width:
         return f"the linear has {weight.out_features} outputs, its heads {shape.width}"
     if shape.items > device.processors:

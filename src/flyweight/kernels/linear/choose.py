@@ -17,8 +17,8 @@ from flyweight.kernels.linear import (
     gemm_mma,
     gemm_shape,
     gemm_small,
-    gemv,
     gemv_cluster,
+    gemv_plan,
     gemv_splitk,
 )
 from flyweight.kernels.linear.tiles import Matrix, Outline, TiledWeight
@@ -178,14 +178,16 @@ def whole_or_split(matrix: Matrix, rows: int, device: Gpu) -> str | None:
     """Of gemv and gemv_splitk the faster by estimate. A kernel that leaves no room for the next one
     is the last choice.
     """
-    whole = rows in gemv.ROWS and gemv.fits(matrix, rows, device)
+    whole = rows in gemv_plan.ROWS and gemv_plan.fits(matrix, rows, device)
     split = gemv_splitk.choose(matrix, rows, device)
     if split is None or rows == 1:
         return "gemv" if whole else None
     at_once = gemv_splitk.estimate(matrix, rows, 1, device)
     margin = tuned.of(device).gemv.split_margin
     good = (
-        whole and gemv.fits_beside(matrix, rows, device) and at_once <= margin * split.microseconds
+        whole
+        and gemv_plan.fits_beside(matrix, rows, device)
+        and at_once <= margin * split.microseconds
     )
     return "gemv" if good else "gemv_splitk"
 

@@ -18,7 +18,7 @@ from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
 from flyweight.kernels.linear.fused import Norm
-from flyweight.kernels.linear.gemv import RESERVED_BESIDE
+from flyweight.kernels.linear.gemv_plan import RESERVED_BESIDE
 from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Ring
 

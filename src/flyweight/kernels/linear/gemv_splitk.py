@@ -19,9 +19,10 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned, workspace
-from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear import gemv, gemv_plan
 from flyweight.kernels.linear.fused import Norm
-from flyweight.kernels.linear.gemv import Plan, Wanted, plan_beside, slice_blocks, tickets
+from flyweight.kernels.linear.gemv import tickets
+from flyweight.kernels.linear.gemv_plan import Plan, Wanted, plan_beside, slice_blocks
 from flyweight.kernels.linear.tiles import Matrix, TiledWeight
 
 ROWS = (2, 4, 8, 16)
@@ -91,7 +92,7 @@ def _cut(matrix: Matrix, padded: int, slices: int, device: Gpu) -> Choice | None
         return None
     tiles = math.ceil(matrix.tiles / (device.processors // slices))
     wide = padded in tuned.of(device).formats[matrix.format.name].splitk_wide_rows
-    own = gemv.own_bytes(device)
+    own = gemv_plan.own_bytes(device)
     shares = (own, own // 2) if own else (0,)
     for own_bytes, (stage_bytes, fewest) in itertools.product(shares, STAGES):
         wanted = Wanted(

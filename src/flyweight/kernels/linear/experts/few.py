@@ -15,7 +15,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned, workspace
-from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear import gemv, gemv_plan
 from flyweight.kernels.linear.experts.routing import Routed
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.tiles import Matrix, TiledWeight
@@ -40,7 +40,7 @@ def few_rows(
     """
     rows = routed.tile
     device = gpu.of(x.device)
-    plan = gemv.fitting_plan(weight.matrix, rows, device, tiles=16, lone_row=rows == 1)
+    plan = gemv_plan.fitting_plan(weight.matrix, rows, device, tiles=16, lone_row=rows == 1)
     assert plan is not None
     out = weight.empty_result(routed.rows, x.device)
     defines = gemv.defines(
@@ -65,7 +65,7 @@ def few_rows(
 
 
 @functools.cache
-def sum_plan(matrix: Matrix, choices: int, device: Gpu) -> gemv.Plan | None:
+def sum_plan(matrix: Matrix, choices: int, device: Gpu) -> gemv_plan.Plan | None:
     """Of experts_sum.cu; None where it cannot do it, or would share tiles out less evenly."""
     form = matrix.format
     inner = matrix.in_features
@@ -81,14 +81,14 @@ def sum_plan(matrix: Matrix, choices: int, device: Gpu) -> gemv.Plan | None:
     ):
         return None
     numbers = tuned.of(device)
-    wanted = gemv.Wanted(
+    wanted = gemv_plan.Wanted(
         longest,
         numbers.formats[form.name].gemv_warps,
         stage_bytes=inner // 64 * form.block_bytes,
         slots=max(1, min(longest, numbers.gemv.slots)),
     )
     joined = dataclasses.replace(matrix, in_features=choices * inner)
-    found = gemv.plan_beside(joined, 1, wanted, device)
+    found = gemv_plan.plan_beside(joined, 1, wanted, device)
     return found if found and found.stage_blocks * 64 == inner else None
 
 
@@ -96,7 +96,7 @@ def sum_rows(
     weight: TiledWeight,
     x: Tensor,
     routed: Routed,
-    plan: gemv.Plan,
+    plan: gemv_plan.Plan,
     *,
     residual: Tensor,
     out: Tensor,

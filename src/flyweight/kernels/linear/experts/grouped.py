@@ -18,7 +18,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import Gpu
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear import gemv_plan
 from flyweight.kernels.linear.experts import few
 from flyweight.kernels.linear.experts.many import many_rows
 from flyweight.kernels.linear.experts.router import DeviceRouter
@@ -85,9 +85,9 @@ class GroupedExperts:
     def few(self, tokens: int, device: Gpu) -> bool:
         """Whether experts.cu takes them."""
         most = tuned.of(device).formats[self.down.format.name].expert_rows
-        if tokens not in gemv.ROWS or tokens > most:
+        if tokens not in gemv_plan.ROWS or tokens > most:
             return False
-        return gemv.fits(self.gate_up.matrix, tokens, device) and gemv.fits(
+        return gemv_plan.fits(self.gate_up.matrix, tokens, device) and gemv_plan.fits(
             self.down.matrix, tokens, device
         )
 
@@ -160,14 +160,14 @@ class GroupedExperts:
         assert self.words is not None
         return ByWords(self.gate_up, self.down, self.router, self.words)
 
-    def _words_plan(self, device: Gpu) -> gemv.Plan | None:
+    def _words_plan(self, device: Gpu) -> gemv_plan.Plan | None:
         if self.words is None or not self.few(1, device):
             return None
         if self.shared is not None and not self.router.joined:
             return None
         return self._by_words.plan(device)
 
-    def _sum_plan(self, routed: Routed, device: Gpu) -> gemv.Plan | None:
+    def _sum_plan(self, routed: Routed, device: Gpu) -> gemv_plan.Plan | None:
         """How the second linear adds up the choices of one token; None: `combine` does."""
         if routed.source is not None or routed.tile > 1 or self.down.bias is not None:
             return None

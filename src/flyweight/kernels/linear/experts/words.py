@@ -16,7 +16,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, workspace
-from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear import gemv, gemv_plan
 from flyweight.kernels.linear.experts import few
 from flyweight.kernels.linear.experts.router import DeviceRouter
 from flyweight.kernels.linear.experts.routing import THREADS, reserved
@@ -46,7 +46,7 @@ class ByWords:
     # and shares of one token go from kernel to kernel
     words: Tensor
 
-    def plan(self, device: Gpu) -> gemv.Plan | None:
+    def plan(self, device: Gpu) -> gemv_plan.Plan | None:
         """How the second linear adds the choices up; None where `route` chooses better."""
         router = self.router
         routing = router.routing
@@ -63,7 +63,7 @@ class ByWords:
             return None
         return few.sum_plan(self.down.matrix, router.choices, device)
 
-    def project(self, x: Tensor, out: Tensor, plan: gemv.Plan, *, norm: Norm) -> None:
+    def project(self, x: Tensor, out: Tensor, plan: gemv_plan.Plan, *, norm: Norm) -> None:
         """out = x + experts(norm(x)), [1, hidden]."""
         device = gpu.of(x.device)
         router = self.router
@@ -89,7 +89,7 @@ class ByWords:
         # which share tiles out by themselves
         parts = (router.routing.chosen, int(router.joined))
         most = sum(math.ceil(n * weight.matrix.tiles / device.processors) for n in parts)
-        linear = gemv.fitting_plan(weight.matrix, 1, device, tiles=most)
+        linear = gemv_plan.fitting_plan(weight.matrix, 1, device, tiles=most)
         assert linear is not None
         out = weight.empty_result(router.choices, x.device)
         kernel = jit.load("experts.cu", defines=self._choosing(linear, device)).kernel("experts")
@@ -110,7 +110,7 @@ class ByWords:
         kernel.launch(device.processors, linear.threads, args, shared=linear.shared, pdl=True)
         return out
 
-    def _choosing(self, linear: gemv.Plan, device: Gpu) -> dict[str, int]:
+    def _choosing(self, linear: gemv_plan.Plan, device: Gpu) -> dict[str, int]:
         """The defines of experts.cu that chooses."""
         weight = self.gate_up
         router = self.router
@@ -129,7 +129,7 @@ def sum_words(
     x: Tensor,
     words: Tensor,
     choices: int,
-    plan: gemv.Plan,
+    plan: gemv_plan.Plan,
     *,
     residual: Tensor,
     out: Tensor,
