@@ -43,7 +43,7 @@ from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
 from flyweight.quant.transforms import Transforms
-from flyweight.quant.tune import Predictions, Tuning, tune, tune_block
+from flyweight.quant.tune import Chain, Predictions, Tuning, tune, tune_block
 from flyweight.quant.work import WorkBlock
 from flyweight.tensors import QuantTensor
 
@@ -207,13 +207,11 @@ class Loop:
         scale = plan_of(self.config).embedding_scale
         embed = Embedding(embedding.to(self.device), scale)
         facts = tune(
-            works,
+            Chain(works, self.predictions(dtype), self.context),
             lambda i: embed(tokens[i].to(self.device)).to(dtype),
             lambda i: original.sample(places[i]).to(dtype),
             len(tokens),
-            context=self.context,
             settings=settings,
-            predictions=self.predictions(dtype),
             originals=self.start_of_codes,
             listen=lambda step: self.listen(Event("tuned", step, settings.steps)),
         )

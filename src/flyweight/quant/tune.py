@@ -279,24 +279,22 @@ def graphs_fit(blocks: Sequence[TunedBlock], x: Tensor) -> bool:
 
 @torch.no_grad()
 def tune(
-    works: Sequence[WorkBlock],
+    chain: Chain,
     inputs: Callable[[int], Tensor],
     targets: Callable[[int], Tensor],
     samples: int,
-    predictions: Predictions,
-    context: PromptStage,
     settings: Tuning,
     originals: Callable[[int], Mapping[str, Tensor]] = lambda index: {},
     listen: Callable[[int], None] = lambda step: None,
 ) -> dict[str, float]:
-    """Improve finished blocks in place. `inputs` and `targets` give a sample's embedding and the
-    original's last hidden state, `originals` what is known of a block's weights.
+    """Improve a chain of finished blocks in place. `inputs` and `targets` give a sample's embedding
+    and the original's last hidden state, `originals` what is known of a block's weights.
     """
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
     held_out = order[: min(samples // HELD_OUT, MOST_HELD_OUT)] or order
     used = order[len(held_out) :] or order
+    works = chain.works
     untuned = [(dict(work.quantized), dict(work.others)) for work in works]
-    chain = Chain(works, predictions, context)
 
     def batch(picked: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.stack([inputs(i) for i in picked]), torch.stack([targets(i) for i in picked])
@@ -308,7 +306,9 @@ def tune(
 
     before = loss()
     generator = torch.Generator().manual_seed(settings.seed)
-    blocks = [TunedBlock(work, context, settings, originals(i)) for i, work in enumerate(works)]
+    blocks = [
+        TunedBlock(work, chain.context, settings, originals(i)) for i, work in enumerate(works)
+    ]
     with matmul_precision("high"), SAME_GRADIENTS():
         keep = graphs_fit(blocks, batch(used[: settings.batch])[0])
         for step in range(settings.steps):
