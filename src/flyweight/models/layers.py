@@ -361,13 +361,13 @@ class Embedding:
         dtype: torch.dtype | None = None,
         head: Linear | None = None,
     ):
-        self.head: FusedLinear | None = None  # whose weight is shared
+        coded = not isinstance(weight, Tensor)
+        self.shared = coded and head is not None and head.fused.looks_up
         self.table: FusedLinear | None = None  # whose rows a kernel writes out: the head's, or ours
-        if not isinstance(weight, Tensor):
-            if head is not None and head.fused.looks_up:
-                self.head = head.fused
-            own = None if self.head or dtype is None else dispatch.prepare_table(weight, dtype)
-            self.table = self.head or own
+        if self.shared and head is not None:
+            self.table = head.fused
+        elif not isinstance(weight, Tensor) and dtype is not None:
+            self.table = dispatch.prepare_table(weight, dtype)
         self.weight = None if self.table else weight  # [vocab, hidden]
         self.width = weight.shape[-1]
         self.dtype = weight.dtype if isinstance(weight, Tensor) else dtype
@@ -378,9 +378,8 @@ class Embedding:
 
     @property
     def nbytes(self) -> int:
-        if self.table is not None:
-            return 0 if self.head is not None else self.table.nbytes
-        return 0 if self.weight is None else self.weight.nbytes
+        held = self.table or self.weight
+        return 0 if self.shared or held is None else held.nbytes
 
     def __call__(self, tokens: Tensor) -> Tensor:
         rows = self.rows(tokens)
