@@ -587,8 +587,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 4; i++) {
         const int n = i / 4, j = i % 4, token = 8 * n + 2 * t + (j & 1);
-        if (token < ROWS)
-          partial[g + 8 * (j / 2)][token] = as_float(SETS == 1 ? inputs.sized(whole[0][n][j], n, j & 1) : whole[0][n][j] + whole[SETS - 1][n][j]);
+        const auto sum = SETS == 1 ? inputs.sized(whole[0][n][j], n, j & 1) : whole[0][n][j] + whole[SETS - 1][n][j];
+        if (token < ROWS) partial[g + 8 * (j / 2)][token] = as_float(sum);
       }
     }
     // sums for the CTA before this one are left at once

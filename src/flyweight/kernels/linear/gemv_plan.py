@@ -65,7 +65,14 @@ HELD_WARPS = 10  # of a tile that then is one stage
 HALVES_FROM = 3
 # Of a kernel with x in registers that leaves room for another: more have no registers for x
 REGISTER_WARPS = 8
+# Up to so many rows in registers have two columns of a product each, and share out their inputs
+SPREAD_ROWS = 4
 FEWEST_WARPS = 4  # that have a thread for each output of a round
+
+
+def spread(rows: int) -> dict[str, int]:
+    """Of kernels with x of so many rows in registers."""
+    return {"SPREAD": 2} if rows <= SPREAD_ROWS else {}
 
 
 def own_bytes(device: Gpu) -> int:
