@@ -64,8 +64,8 @@ constexpr int GROUPS = KDIM / 128, HALF = (GROUPS + CLUSTER - 1) / CLUSTER, TURN
 constexpr bool RAGGED = GROUPS != CLUSTER * TURNS * WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
-constexpr int HALVES = 4 / SPREAD;            // of blocks, that a lane has of 128 inputs
-constexpr int NORMS = NORM ? HALVES : 1;      // 16 bytes of the norm's weights, in a lane
+constexpr int OWN_HALVES = 4 / SPREAD;            // of blocks, that a lane has of 128 inputs
+constexpr int NORMS = NORM ? OWN_HALVES : 1;      // 16 bytes of the norm's weights, in a lane
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
 constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORD_BYTES = QUANTIZED ? 0 : 64;  // of a tile × 128 inputs
 constexpr int RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = TEAM * (UNIT_BYTES + RECORD_BYTES);
@@ -199,7 +199,7 @@ DEVICE void multiply_unit(u8* unit, const u32*, const Inputs& in, const uint4*, 
 #else
 // 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1 of a set; rows that are not there are 0.
 struct Inputs {
-  u32 x[2 * HALVES][2];
+  u32 x[2 * OWN_HALVES][2];
   float sum[SETS][2];
 };
 DEVICE int row_of(int lane) { return SPREAD > 1 ? lane / 4 % 4 : lane / 4; }
@@ -219,21 +219,21 @@ DEVICE uint4 weighed(uint4 x, uint4 weight, float& squares) {
 DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&norm)[NORMS], float& squares, Place place, int rows,
                         int lane) {
   uint4* moved = sh.x[place.warp];
-  u32 all[SETS][2 * HALVES][2];
+  u32 all[SETS][2 * OWN_HALVES][2];
 #pragma unroll
-  for (int i = 0; i < SETS * HALVES; i++) {
-    const int row = i / HALVES * 8 + row_of(lane), own = i % HALVES;
+  for (int i = 0; i < SETS * OWN_HALVES; i++) {
+    const int row = i / OWN_HALVES * 8 + row_of(lane), own = i % OWN_HALVES;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < rows && place.there) x = ((const uint4*)(a.x + (size_t)row * KDIM))[place.unit * 16 + half_of(own, lane) * 4 + lane % 4];
     if (NORM) x = weighed(x, norm[i % NORMS], squares);
-    u32(&to)[2 * HALVES][2] = all[i / HALVES];
+    u32(&to)[2 * OWN_HALVES][2] = all[i / OWN_HALVES];
     to[own * 2][0] = x.x, to[own * 2][1] = x.y, to[own * 2 + 1][0] = x.z, to[own * 2 + 1][1] = x.w;
   }
 #pragma unroll
   for (int set = SETS - 1; set >= 0; set--) {  // the one that leaves its registers first
     float sums[CHAINS][4] = {};
 #pragma unroll
-    for (int i = 0; i < 2 * HALVES; i++) {
+    for (int i = 0; i < 2 * OWN_HALVES; i++) {
       u32(&x)[2] = all[set][i];
       mma16<FP16>(sums[i % CHAINS], ONES, ONES, ONES, ONES, x[0], x[1]);
       const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart

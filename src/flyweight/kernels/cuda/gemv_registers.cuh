@@ -23,11 +23,11 @@ constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAG
 constexpr bool SHRUNK = FP16 && NORM;  // x times the norm's weights may be too large for 16 bits
 static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS > 1 && ROWS <= 8, "what this is for");
 typedef float accumulator;
-constexpr int HALVES = 4 / SPREAD;  // of blocks, that a lane has of a unit
+constexpr int OWN_HALVES = 4 / SPREAD;  // of blocks, that a lane has of a unit
 static_assert(SPREAD == 1 || ROWS <= 4, "a row has SPREAD columns");
 
 struct Inputs {
-  u32 x[TURNS][HALVES][2][2];  // of 32 inputs, the two registers that each of two products takes
+  u32 x[TURNS][OWN_HALVES][2][2];  // of 32 inputs, the two registers that each of two products takes
   float larger[2];        // (SHRUNK) what sums of rows 2 t and 2 t + 1 are to be multiplied with
   DEVICE float sized(float sum, int, int row) const {
     if (SPREAD > 1) sum += __shfl_xor_sync(~0u, sum, 2);
@@ -48,8 +48,8 @@ DEVICE void weigh_inputs(LinearShared& sh, Inputs& in, Slice slice, int warp, in
   const int g = lane / 4, t = lane % 4;
   float products[4][4] = {};  // of row g with rows 2 t and 2 t + 1
 #pragma unroll
-  for (int i = 0; i < TURNS * HALVES * 2; i++) {
-    const u32(&x)[2] = in.x[i / (HALVES * 2)][i / 2 % HALVES][i % 2];
+  for (int i = 0; i < TURNS * OWN_HALVES * 2; i++) {
+    const u32(&x)[2] = in.x[i / (OWN_HALVES * 2)][i / 2 % OWN_HALVES][i % 2];
     mma16<FP16>(products[i % 4], x[0], 0, x[1], 0, x[0], x[1]);
   }
   float squares = products[0][g % 2] + products[1][g % 2] + products[2][g % 2] + products[3][g % 2];
@@ -64,14 +64,14 @@ DEVICE void weigh_inputs(LinearShared& sh, Inputs& in, Slice slice, int warp, in
     for (int i = 0; i < 2; i++) in.larger[i] = __uint_as_float((127 - __shfl_sync(~0u, power, 4 * (2 * t + i))) << 23);
   }
 #pragma unroll
-  for (int i = 0; i < TURNS * HALVES; i++) {
-    const int turn = i / HALVES;
+  for (int i = 0; i < TURNS * OWN_HALVES; i++) {
+    const int turn = i / OWN_HALVES;
     if (!unit_exists(turn, warp, slice)) continue;
-    const uint4 weight = ((const uint4*)sh.norm)[unit_of(turn, warp) * 16 + half_of(i % HALVES, g) * 4 + t];
+    const uint4 weight = ((const uint4*)sh.norm)[unit_of(turn, warp) * 16 + half_of(i % OWN_HALVES, g) * 4 + t];
     const u32 w[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      u32& x = in.x[turn][i % HALVES][j / 2][j % 2];
+      u32& x = in.x[turn][i % OWN_HALVES][j / 2][j % 2];
       x = mul2(SHRUNK ? mul2(x, shrink) : x, w[j]);
     }
   }
@@ -90,12 +90,12 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   wait_for_inputs();
   Inputs in;
 #pragma unroll
-  for (int i = 0; i < TURNS * HALVES; i++) {
-    const int turn = i / HALVES, row = row_of(g);
-    const int piece = slice.first * 8 + unit_of(turn, warp) * 16 + half_of(i % HALVES, g) * 4 + t;
+  for (int i = 0; i < TURNS * OWN_HALVES; i++) {
+    const int turn = i / OWN_HALVES, row = row_of(g);
+    const int piece = slice.first * 8 + unit_of(turn, warp) * 16 + half_of(i % OWN_HALVES, g) * 4 + t;
     const bool exists = row < rows && piece < KDIM / 8 && unit_exists(turn, warp, slice);
     const uint4 x = exists ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
-    u32(&to)[2][2] = in.x[turn][i % HALVES];
+    u32(&to)[2][2] = in.x[turn][i % OWN_HALVES];
     to[0][0] = x.x, to[0][1] = x.y, to[1][0] = x.z, to[1][1] = x.w;
   }
   if (NORM) weigh_inputs(sh, in, slice, warp, lane);
@@ -103,7 +103,7 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   for (int turn = 0; turn < TURNS; turn++) {
     float sum[4] = {};
 #pragma unroll
-    for (int j = 0; j < 2 * HALVES; j++) {
+    for (int j = 0; j < 2 * OWN_HALVES; j++) {
       u32(&x)[2] = in.x[turn][j / 2][j % 2];
       mma16<FP16>(sum, ONES, 0, ONES, 0, x[0], x[1]);
       const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart

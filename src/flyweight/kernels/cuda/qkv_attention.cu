@@ -59,14 +59,8 @@
 #define CHUNK_ARGUMENTS
 #endif
 #include "gemv.cuh"
-// Where the tiles of older tokens lie is asked for ahead of the linear: where each lies in one page, before Hopper (elsewhere not timed).
-#define EARLY_PLACES (OWN_COPIES && PAGE % 16 == 0 && WINDOW == 0)
-#if EARLY_PLACES
-#define PLACES_ARGUMENT , const Places& places
-#define PLACES_GIVEN , places
-#else
-#define PLACES_ARGUMENT
-#define PLACES_GIVEN
+#ifndef KNOWN  // tiles of a run whose place in the cache is asked for ahead of the linear, where each lies in one page
+#define KNOWN (PAGE % 16 == 0 && WINDOW == 0 ? 32 : 0)
 #endif
 #include "patience.cuh"
 #include "attention.cuh"
@@ -110,6 +104,7 @@ struct __align__(128) Shared {
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
 #endif
+  int places[KNOWN ? KNOWN : 1], slots[CHUNK];  // in the cache: of the first tiles of our first run, of its part's new tokens
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
@@ -169,6 +164,12 @@ struct Part {
   DEVICE int length() const { return older + fresh; }
   DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
 };
+// The older tokens of a part, cut as in attention.cuh: the last run has the new ones, too.
+DEVICE Run run_of(const Part& part, int split, int splits) {
+  const int oldest = oldest_of(part.length(), part.rows), all = max(part.older - oldest, 0);
+  const int each = max(SHORTEST, ((all + splits - 1) / splits + 15) / 16 * 16), begin = oldest + split * each;
+  return {begin, max(begin, min(begin + each, part.older)), max((all + each - 1) / each, 1)};
+}
 #if TOGETHER
 // The parts of a step. Of rows a bit each: which begin a part, which go on with one. A row's length and what is before it are in its lane.
 struct Parts {
@@ -199,20 +200,34 @@ struct Parts {
 };
 #endif
 
+// What a CTA takes first.
+struct Share {
+  Part part;
+  Run run;
+  int split;
+  DEVICE bool exists() const { return part.length() && split < run.used; }
+};
 // By the producer warp while it waits: what attention reads first, to L2.
-DEVICE void prefetch(const Attention& a, int sequence, int length, int rows, int split, int splits, int head, int lane) {
+DEVICE void prefetch(const Attention& a, const Share& share, int head, int lane) {
   constexpr int LINES = HEAD_DIM / 64;  // of 128 bytes, in a head of 16-bit values
   constexpr int KV_LINES = (HEAD_DIM * sizeof(Stored) + 127) / 128;  // and in a row of keys or values
-  const Run run = run_of(length, split, splits, rows);
-  if (length == 0 || split >= run.used) return;
-  if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
+  const Run& run = share.run;
+  if (!share.exists()) return;
+  if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(share.part.length() - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
 #pragma unroll 1
   for (int i = lane; i < min(run.end - run.begin, LANES * DEPTH * 16) * KV_LINES; i += 32) {
-    const size_t at = token_at(a, sequence, run.begin + i / KV_LINES, head) + i % KV_LINES * (128 / sizeof(Stored));
+    const size_t at = token_at(a, share.part.first, run.begin + i / KV_LINES, head) + i % KV_LINES * (128 / sizeof(Stored));
     prefetch_l2(a.keys + at);
     prefetch_l2(a.values + at);
   }
+}
+// By one warp while it waits, so that nothing asks for them behind the linear.
+DEVICE void look_up(Shared& sh, const Attention& a, const Share& share, int lane) {
+  if (!share.exists()) return;
+  const int token = share.run.begin + lane * 16;
+  if (lane < KNOWN && token < share.run.end) sh.places[lane] = (int)slot_of(a, share.part.first, token);
+  if (lane < share.part.fresh) sh.slots[lane] = (int)slot_of(a, share.part.row_of(lane), share.part.older + lane);
 }
 
 // Heads of q, k or v, by one warp: waited for together, then normed, rotated and rounded to 16 bits.
@@ -427,44 +442,29 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens 
 }
 #endif
 
-#if EARLY_PLACES
-// Slots of the first tokens of the tiles that a lane fetches next.
-struct Places {
-  int of[DEPTH + 1];
-};
-DEVICE int tile_place(const Attention& a, int sequence, int begin, int end, int tile) {
-  return end > begin ? (int)slot_of(a, sequence, max(begin, min(begin + tile * 16, end - 1) / 16 * 16)) : 0;
-}
-DEVICE Places first_places(const Attention& a, int sequence, int begin, int end) {
-  Places places;
-#pragma unroll
-  for (int i = 0; i <= DEPTH; i++) places.of[i] = tile_place(a, sequence, begin, end, (int)threadIdx.x / (DIM_PARTS * 32) + i * LANES);
-  return places;
-}
-#endif
-
-// The run [begin, end) of a part's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
-// leaves its states [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched.
+// A run of a part's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA leaves its states
+// [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched. `known`: this
+// is the run whose places were looked up.
 template <typename Prepare>
-DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh PLACES_ARGUMENT, Prepare prepare) {
+DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, const Run& run_of_older, int fresh, bool known, Prepare prepare) {
+  const int begin = run_of_older.begin, end = run_of_older.end;
   constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
   const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
   const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
-#if EARLY_PLACES
+  auto place_of = [&](int tile) {  // of a tile's first token
+    if (tile >= older) return 0;
+    return known && tile < KNOWN ? sh.places[tile] : (int)slot_of(a, part.first, begin + tile * 16);
+  };
   int place = 0;  // of the tile that is fetched
-#endif
   auto fetch = [&](int tile, int slot) {
     if (tile < older)
 #pragma unroll
       for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-#if EARLY_PLACES
-          const size_t at = ((size_t)(place + i) * KV_HEADS + head) * HEAD_DIM + thread % CHUNKS * EACH;
-#else
-          const size_t at = token_at(a, part.first, token, head) + thread % CHUNKS * EACH;
-#endif
+          const size_t row = KNOWN ? ((size_t)(place + i) * KV_HEADS + head) * HEAD_DIM : token_at(a, part.first, token, head);
+          const size_t at = row + thread % CHUNKS * EACH;
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
           copy16(to + SCALES / 2, a.values + at);
@@ -472,7 +472,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
       }
 #if KV8
     if (tile < older && thread < 32 && begin + tile * 16 + thread % 16 < end) {
-      const size_t at = scale_place(slot_of(a, part.first, begin + tile * 16 + thread % 16), head);
+      const size_t at = scale_place(KNOWN ? place + thread % 16 : slot_of(a, part.first, begin + tile * 16 + thread % 16), head);
       copy4(memory + slot * KV_TILE + SCALES + thread * 4, (thread < 16 ? a.key_scales : a.value_scales) + at / 2 * 2);
     }
 #endif
@@ -485,14 +485,10 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   if (index < LANES)
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
-#if EARLY_PLACES
-      place = places.of[i];
-#endif
+      if (KNOWN) place = place_of(index + i * LANES);
       fetch(index + i * LANES, i);
     }
-#if EARLY_PLACES
-  place = places.of[DEPTH];
-#endif
+  if (KNOWN) place = place_of(index + DEPTH * LANES);
   prepare();
   named_barrier(1, THREADS);
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
@@ -516,9 +512,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
 #endif
     meet();
     fetch(tile + DEPTH * LANES, slot);
-#if EARLY_PLACES
-    place = tile_place(a, part.first, begin, end, tile + (DEPTH + 1) * LANES);
-#endif
+    if (KNOWN) place = place_of(tile + (DEPTH + 1) * LANES);
     if (++slot == DEPTH) slot = 0;
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
@@ -664,22 +658,25 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
 #endif
 #if TOGETHER
   const int row_length = lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
-  auto early = [&] {
+  auto first_share = [&]() -> Share {
     const Parts parts(row_length, row_back);
-    const int own = member / parts.splits;
+    const int own = member / parts.splits, split = member % parts.splits;
     const Part part = own < parts.count ? parts.part(own) : Part{};
-    prefetch(a, part.first, part.length(), part.rows, member % parts.splits, parts.splits, head, lane);
+    return {part, run_of(part, split, parts.splits), split};
   };
 #else
   int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
-  auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
+  auto first_share = [&]() -> Share {
+    const Part part = length ? Parts().part(length, before, member / SPLITS) : Part{};
+    return {part, run_of(part, member % SPLITS, SPLITS), member % SPLITS};
+  };
 #endif
-#if EARLY_PLACES && CHUNK == 1
-  const Run first_run = run_of(length, member % SPLITS, SPLITS);
-  const Places known = first_places(a, member / SPLITS, first_run.begin, length ? min(first_run.end, length - 1) : 0);
-#endif
+  auto early = [&] { prefetch(a, first_share(), head, lane); };
+  auto meanwhile = [&] {
+    if (warp == 0) look_up(sh, a, first_share(), lane);
+  };
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
-              blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
+              blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) return;
 
   if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER
@@ -696,15 +693,11 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     if (length == 0) continue;
     const Part part = parts.part(length, before, index);
 #endif
-    const Run run = run_of(part.length(), split, splits, part.rows);
+    const Run run = run_of(part, split, splits);
     if (split >= run.used) continue;
-    const int fresh = run.end == part.length() ? part.fresh : 0, end = max(run.begin, min(run.end, part.older));
-#if EARLY_PLACES && CHUNK == 1
-    const Places places = index == own ? known : first_places(a, part.first, run.begin, end);
-#elif EARLY_PLACES
-    const Places places = first_places(a, part.first, run.begin, end);
-#endif
-    const int count = attend(sh, a, part, head, run.begin, end, fresh PLACES_GIVEN, [&] {
+    const bool known = index == own;
+    const int fresh = split + 1 == run.used ? part.fresh : 0;
+    const int count = attend(sh, a, part, head, run, fresh, known, [&] {
       const int queries = part.rows * G, tasks = queries + 2 * fresh;
       for (int task = warp; task < tasks; task += WARPS * AT_ONCE) {
         HeadSource sources[AT_ONCE];
@@ -727,7 +720,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
             store_query(heads[n], a.scale, sh.query[h], lane);
           } else {
             const bool key = (h - queries) % 2 == 0, kept = place >= part.fresh - part.rows && item == 0;
-            const size_t slot = slot_of(a, part.row_of(place), part.older + place);
+            const size_t slot = known ? (size_t)sh.slots[place] : slot_of(a, part.row_of(place), part.older + place);
             Stored* cache = kept ? (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM : nullptr;
             Stored* to = (Stored*)sh.newest[!key][place];
 #if KV8
