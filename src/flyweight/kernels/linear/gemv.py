@@ -107,7 +107,9 @@ def defines(
         "STAGE_BLOCKS": chosen.stage_blocks,
         "SHARED_BYTES": chosen.shared,
         "SLOTS": chosen.slots,
-        "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1)
+        "HELD": 0
+        if early
+        else min(late_stages(weight.matrix, device), chosen.stages - 1)
         if REGISTER_LATE is None or not chosen.in_registers
         else REGISTER_LATE,
         **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
