@@ -41,6 +41,7 @@ HEAD_DIMS = (64, 128, 256)
 TOGETHER = 4
 # Bytes: where the first 32 tiles of a run lie in the cache, and the newest token
 KNOWN = 4 * 32 + 16
+COLUMNS_TOGETHER = 16  # that the query heads of these rows have
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -131,7 +132,14 @@ def rows_together(shape: HeadShape, chunk: int, device: Gpu) -> int:
     runs = head_ctas(shape, device) // shape.items_of_kv_head // chunk
     if runs > TOGETHER or shape.gated or 0 < (shape.window or 0) < SHORTEST_WINDOW:
         return 1
-    return min(chunk, COLUMNS // shape.item_heads)
+    return max(1, min(chunk, columns_together(shape, chunk) // shape.item_heads))
+
+
+def columns_together(shape: HeadShape, chunk: int) -> int:
+    """Of the products of rows of a sequence: more than one product's where registers and shared
+    memory have room for their sums.
+    """
+    return COLUMNS if shape.eight_bits or chunk <= gemv_plan.SPREAD_ROWS else COLUMNS_TOGETHER
 
 
 def linear_plan(
@@ -258,7 +266,7 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
-        | ({"TOGETHER": 1} if rows_together(shape, chunk, device) > 1 else {})
+        | ({"TOGETHER": columns_together(shape, chunk)} if rows_together(shape, chunk, device) > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes

@@ -30,11 +30,11 @@
 // token takes all of the sequence's new ones, `before` + 1 of them, from shared memory: it makes their keys and values for itself
 // from the mailbox, and stores those of its own row alone. Other runs end where the new tokens begin.
 //
-// TOGETHER: a CTA takes as many rows of a sequence at once as have room in the 8 columns of a product, so K and V pass through
-// registers once for them, and runs are as much longer than those of a row alone as there are fewer parts of the step than rows. A row
-// does not see the new tokens behind it. A CTA makes and hands over so many more results; all rows of a sequence at once were slower.
+// TOGETHER: a CTA takes as many rows of a sequence at once as have room in so many columns of products, 8 or 16, so K and V pass
+// through registers once for them, and runs are as much longer than those of a row alone as there are fewer parts of the step than rows.
+// A row does not see the new tokens behind it. A CTA makes and hands over so many more results; 32 columns were slower.
 //
-//      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 |        a part of the step: TAKEN = 2 rows
+//      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 | …      a part of the step: TAKEN = 2 rows of 8 columns, 4 of 16
 //
 // ITEMS: where more than 8 query heads share a kv head, its CTAs attend in as many equal parts, G query heads each. They share out the
 // tiles of the linear all the same. All make the newest key and value for themselves, and the first part alone stores them.
@@ -70,8 +70,8 @@ constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = ((1 + GATED) * SHARING +
 constexpr int FIRST_QUERY = GATED * HEADS;    // among the heads that the linear makes: gates, queries, keys, values
 constexpr int ITEM_CTAS = HEAD_CTAS / ITEMS;  // that attend with the same query heads
 constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a row, at most
-constexpr int TAKEN = !TOGETHER ? 1 : CHUNK < 8 / G ? CHUNK : 8 / G;  // rows that a CTA takes at once
-constexpr int QUERIES = TAKEN * G;
+constexpr int TAKEN = !TOGETHER ? 1 : CHUNK < TOGETHER / G ? CHUNK : TOGETHER / G;  // rows that a CTA takes at once
+constexpr int QUERIES = TAKEN * G, PRODUCTS = (QUERIES + 7) / 8;  // columns, and the products that have them
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
 constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
@@ -85,12 +85,12 @@ constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
-constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
+constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS < 3 ? TASKS : 3;
 constexpr int RESULTS_AT_ONCE =  // that a thread adds up
     TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : OWN_COPIES && QUERIES * HEAD_DIM >= 2 * THREADS ? 2 : 1;
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
-static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
+static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && PRODUCTS <= (KV8 ? 1 : 2), "a lane leaves its results where its tokens were");
 static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
@@ -398,46 +398,56 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
 DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
 #else
 DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
-DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
+DEVICE void absorb(Softmax (&run)[PRODUCTS], const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
   const int g = lane / 4, t = lane % 4, count = tokens.count;
-  float score[2][4] = {};  // two chains of additions
+  float score[PRODUCTS][2][4] = {};  // two chains of additions
   keys += min(lane % 16, count - 1) * KV_ROW + lane / 16 * 16;
-  query += min(g, QUERIES - 1) * QUERY_ROW + 2 * t;
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++) {
     const uint4 a = load_matrices<false>(keys + k * 32);
-    mma16<FP16>(score[k % 2], a.x, a.y, a.z, a.w, *(const u32*)(query + k * 16), *(const u32*)(query + k * 16 + 8));
+#pragma unroll
+    for (int n = 0; n < PRODUCTS; n++) {
+      const u16* q = query + min(8 * n + g, QUERIES - 1) * QUERY_ROW + 2 * t + k * 16;
+      mma16<FP16>(score[n][k % 2], a.x, a.y, a.z, a.w, *(const u32*)q, *(const u32*)(q + 8));
+    }
   }
-  float most[2] = {run.most[0], run.most[1]};
+  float fade[PRODUCTS][2];
+  u32 weights[PRODUCTS][2];
 #pragma unroll
-  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
-    const float whole = (score[0][j] + score[1][j]) * scale;
-    score[0][j] = tokens.seen(g + j / 2 * 8, 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
-    most[j % 2] = fmaxf(most[j % 2], score[0][j]);
+  for (int n = 0; n < PRODUCTS; n++) {
+    float most[2] = {run[n].most[0], run[n].most[1]}, sum[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 8 n + 2 t + j % 2
+      const float whole = (score[n][0][j] + score[n][1][j]) * scale;
+      sum[j] = tokens.seen(g + j / 2 * 8, 8 * n + 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
+      most[j % 2] = fmaxf(most[j % 2], sum[j]);
+    }
+#pragma unroll
+    for (int o = 4; o < 32; o <<= 1)
+#pragma unroll
+      for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+    u32 pair[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      fade[n][j] = exp2_fast(run[n].most[j] - most[j]);
+      run[n].most[j] = most[j];
+      pair[j] = pack2(exp2_fast(sum[2 * j] - most[0]), exp2_fast(sum[2 * j + 1] - most[1]));
+    }
+    // the sum counts what is multiplied: the rounded weights
+    run[n].sum[0] = run[n].sum[0] * fade[n][0] + low_float(pair[0]) + low_float(pair[1]);
+    run[n].sum[1] = run[n].sum[1] * fade[n][1] + high_float(pair[0]) + high_float(pair[1]);
+    weights[n][0] = transpose8(pair[0]), weights[n][1] = transpose8(pair[1]);
   }
-#pragma unroll
-  for (int o = 4; o < 32; o <<= 1)
-#pragma unroll
-    for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-  u32 pair[2];
-  float fade[2];
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    fade[j] = exp2_fast(run.most[j] - most[j]);
-    run.most[j] = most[j];
-    pair[j] = pack2(exp2_fast(score[0][2 * j] - most[0]), exp2_fast(score[0][2 * j + 1] - most[1]));
-  }
-  // the sum counts what is multiplied: the rounded weights
-  run.sum[0] = run.sum[0] * fade[0] + low_float(pair[0]) + low_float(pair[1]);
-  run.sum[1] = run.sum[1] * fade[1] + high_float(pair[0]) + high_float(pair[1]);
-  const u32 b0 = transpose8(pair[0]), b1 = transpose8(pair[1]);
   values += min(lane / 16 * 8 + lane % 8, count - 1) * KV_ROW + lane / 8 % 2 * 16;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 2 t + j % 2
+  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 8 n + 2 t + j % 2
     const uint4 a = load_matrices<true>(values + i * 32);
 #pragma unroll
-    for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
-    mma16<FP16>(run.values[i], a.x, a.y, a.z, a.w, b0, b1);
+    for (int n = 0; n < PRODUCTS; n++) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) run[n].values[i][j] *= fade[n][j % 2];
+      mma16<FP16>(run[n].values[i], a.x, a.y, a.z, a.w, weights[n][0], weights[n][1]);
+    }
   }
 }
 #endif
@@ -494,7 +504,9 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
 
   const int dims = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
-  Softmax run = {{LOWEST, LOWEST}};
+  Softmax run[PRODUCTS];
+#pragma unroll
+  for (int n = 0; n < PRODUCTS; n++) run[n] = {{LOWEST, LOWEST}};
   int slot = 0;
   for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
@@ -506,7 +518,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
                            part.length() - part.rows + 1 - WINDOW};
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
-    absorb(run, sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
+    absorb(run[0], sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
 #else
     absorb(run, sh.query[0], keys, values + dims, tokens, a.scale, a.soft_cap, lane);
 #endif
@@ -517,15 +529,17 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
 #pragma unroll
-  for (int j = 0; j < 2; j++) {
+  for (int c = 0; c < 2 * PRODUCTS; c++) {
+    const int own = c / 2 * 8 + lane % 4 * 2 + c % 2;
+    const Softmax& mine = run[c / 2];
+    float sum = mine.sum[c % 2];
 #pragma unroll
-    for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
-    const int own = lane % 4 * 2 + j;
+    for (int o = 4; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
     if (own < QUERIES) {
       float* state = states + own * STATE;
 #pragma unroll
-      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
-      if (dims == 0 && lane < 4) state[HEAD_DIM] = run.most[j], state[HEAD_DIM + 1] = run.sum[j];
+      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = mine.values[i / 2][i % 2 * 2 + c % 2];
+      if (dims == 0 && lane < 4) state[HEAD_DIM] = mine.most[c % 2], state[HEAD_DIM + 1] = sum;
     }
   }
   return min(LANES, tiles);
