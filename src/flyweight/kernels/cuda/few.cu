@@ -63,7 +63,7 @@ typedef float4 sum4;
 constexpr int GROUPS = KDIM / 128, HALF = (GROUPS + CLUSTER - 1) / CLUSTER, TURNS = (HALF + WARPS - 1) / WARPS;
 constexpr bool RAGGED = GROUPS != CLUSTER * TURNS * WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
-constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
+constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1;
 constexpr int OWN_HALVES = 4 / SPREAD;            // of blocks, that a lane has of 128 inputs
 constexpr int NORMS = NORM ? OWN_HALVES : 1;      // 16 bytes of the norm's weights, in a lane
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
@@ -197,6 +197,7 @@ DEVICE void multiply_unit(u8* unit, const u32*, const Inputs& in, const uint4*, 
   ((sum4*)unit)[lane] = {acc[0], acc[1], acc[2], acc[3]};
 }
 #else
+constexpr int CHAINS = SETS == 1 ? 2 : 1;  // of additions
 // 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1 of a set; rows that are not there are 0.
 struct Inputs {
   u32 x[2 * OWN_HALVES][2];

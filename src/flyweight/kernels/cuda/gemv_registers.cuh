@@ -99,18 +99,20 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
     to[0][0] = x.x, to[0][1] = x.y, to[1][0] = x.z, to[1][1] = x.w;
   }
   if (NORM) weigh_inputs(sh, in, slice, warp, lane);
+  float sum[TURNS][4] = {};
 #pragma unroll
-  for (int turn = 0; turn < TURNS; turn++) {
-    float sum[4] = {};
+  for (int j = 0; j < 2 * OWN_HALVES; j++)
 #pragma unroll
-    for (int j = 0; j < 2 * OWN_HALVES; j++) {
+    for (int turn = 0; turn < TURNS; turn++) {  // side by side: additions of a turn wait for each other
       u32(&x)[2] = in.x[turn][j / 2][j % 2];
-      mma16<FP16>(sum, ONES, 0, ONES, 0, x[0], x[1]);
+      mma16<FP16>(sum[turn], ONES, 0, ONES, 0, x[0], x[1]);
       const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart
       x[1] = __byte_perm(x[0], x[1], 0x7632), x[0] = even;
     }
-    if (g == 0 && unit_exists(turn, warp, slice)) *(float2*)&sh.sums[unit_of(turn, warp)][2 * t] = make_float2(sum[0], sum[1]);
-  }
+#pragma unroll
+  for (int turn = 0; turn < TURNS; turn++)
+    if (g == 0 && unit_exists(turn, warp, slice))
+      *(float2*)&sh.sums[unit_of(turn, warp)][2 * t] = make_float2(sum[turn][0], sum[turn][1]);
   named_barrier(1, THREADS);
   if (NORM && threadIdx.x < ROWS)  // seen by all after their next meeting
     sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);

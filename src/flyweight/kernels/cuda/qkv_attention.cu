@@ -97,6 +97,59 @@ static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one othe
 static_assert(!TOGETHER || (CHUNK > 1 && !GATED), "what rows of a sequence have together");
 static_assert(!TOGETHER || WINDOW == 0 || WINDOW >= 64, "no tile has a row that sees nothing of it");
 
+// What a CTA takes at once: a row, or rows of a sequence that follow each other.
+struct Part {
+  int first, rows;   // the first row, and how many
+  int older, fresh;  // tokens in the cache, and new ones: the last `rows` of them are the rows'
+  DEVICE int length() const { return older + fresh; }
+  DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
+};
+// The older tokens of a part, cut as in attention.cuh: the last run has the new ones, too.
+DEVICE Run run_of(const Part& part, int split, int splits) {
+  const int oldest = oldest_of(part.length(), part.rows), all = max(part.older - oldest, 0);
+  const int each = max(SHORTEST, ((all + splits - 1) / splits + 15) / 16 * 16), begin = oldest + split * each;
+  return {begin, max(begin, min(begin + each, part.older)), max((all + each - 1) / each, 1)};
+}
+#if TOGETHER
+// The parts of a step. Of rows a bit each: which begin a part, which go on with one. A row's length and what is before it are in its lane.
+struct Parts {
+  int length, back;
+  u32 begin, go_on;
+  int count, splits;  // runs of a part, at most
+  DEVICE Parts(int length, int back) : length(length), back(back) {
+    go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
+    begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
+    count = __popc(begin);
+    splits = max(1, min(32, ITEM_CTAS / max(1, count)));
+  }
+  DEVICE Part part(int index) const {
+    u32 rest = begin;
+    for (int i = 0; i < index; i++) rest &= rest - 1;
+    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), whole = __shfl_sync(~0u, length, first);
+    const int mine = min(__shfl_sync(~0u, back, first), whole - 1);
+    return {first, rows, whole - 1 - mine, mine + rows};
+  }
+};
+#else
+struct Parts {
+  static constexpr int count = ROWS, splits = SPLITS;
+  DEVICE Part part(int length, const int* before, int row) const {
+    const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
+    return {row, 1, length - 1 - back, back + 1};
+  }
+};
+#endif
+
+// What a CTA takes of a step: a run of a part, and the same of the parts `step` further on. Made ahead of the linear, since it takes a
+// dozen divisions.
+struct Share {
+  Part part;
+  Run run;
+  int split, splits;     // of the part
+  int own, step, count;  // the first part, how many lie between two, and how many there are
+  DEVICE bool exists() const { return part.length() && split < run.used; }
+};
+
 struct __align__(128) Shared {
   LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
   u16 query[QUERIES][QUERY_ROW];
@@ -104,6 +157,7 @@ struct __align__(128) Shared {
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
 #endif
+  Share share;
   int places[KNOWN ? KNOWN : 1], slots[CHUNK];  // in the cache: of the first tiles of our first run, of its part's new tokens
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
@@ -157,56 +211,6 @@ DEVICE size_t token_at(const Attention& a, int sequence, int token, int head) {
   return (slot_of(a, sequence, token) * KV_HEADS + head) * HEAD_DIM;
 }
 
-// What a CTA takes at once: a row, or rows of a sequence that follow each other.
-struct Part {
-  int first, rows;   // the first row, and how many
-  int older, fresh;  // tokens in the cache, and new ones: the last `rows` of them are the rows'
-  DEVICE int length() const { return older + fresh; }
-  DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
-};
-// The older tokens of a part, cut as in attention.cuh: the last run has the new ones, too.
-DEVICE Run run_of(const Part& part, int split, int splits) {
-  const int oldest = oldest_of(part.length(), part.rows), all = max(part.older - oldest, 0);
-  const int each = max(SHORTEST, ((all + splits - 1) / splits + 15) / 16 * 16), begin = oldest + split * each;
-  return {begin, max(begin, min(begin + each, part.older)), max((all + each - 1) / each, 1)};
-}
-#if TOGETHER
-// The parts of a step. Of rows a bit each: which begin a part, which go on with one. A row's length and what is before it are in its lane.
-struct Parts {
-  int length, back;
-  u32 begin, go_on;
-  int count, splits;  // runs of a part, at most
-  DEVICE Parts(int length, int back) : length(length), back(back) {
-    go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
-    begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
-    count = __popc(begin);
-    splits = max(1, min(32, ITEM_CTAS / max(1, count)));
-  }
-  DEVICE Part part(int index) const {
-    u32 rest = begin;
-    for (int i = 0; i < index; i++) rest &= rest - 1;
-    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), whole = __shfl_sync(~0u, length, first);
-    const int mine = min(__shfl_sync(~0u, back, first), whole - 1);
-    return {first, rows, whole - 1 - mine, mine + rows};
-  }
-};
-#else
-struct Parts {
-  static constexpr int count = ROWS, splits = SPLITS;
-  DEVICE Part part(int length, const int* before, int row) const {
-    const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
-    return {row, 1, length - 1 - back, back + 1};
-  }
-};
-#endif
-
-// What a CTA takes first.
-struct Share {
-  Part part;
-  Run run;
-  int split;
-  DEVICE bool exists() const { return part.length() && split < run.used; }
-};
 // By the producer warp while it waits: what attention reads first, to L2.
 DEVICE void prefetch(const Attention& a, const Share& share, int head, int lane) {
   constexpr int LINES = HEAD_DIM / 64;  // of 128 bytes, in a head of 16-bit values
@@ -224,6 +228,7 @@ DEVICE void prefetch(const Attention& a, const Share& share, int head, int lane)
 }
 // By one warp while it waits, so that nothing asks for them behind the linear.
 DEVICE void look_up(Shared& sh, const Attention& a, const Share& share, int lane) {
+  if (lane == 0) sh.share = share;
   if (!share.exists()) return;
   const int token = share.run.begin + lane * 16;
   if (lane < KNOWN && token < share.run.end) sh.places[lane] = (int)slot_of(a, share.part.first, token);
@@ -676,14 +681,16 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     const Parts parts(row_length, row_back);
     const int own = member / parts.splits, split = member % parts.splits;
     const Part part = own < parts.count ? parts.part(own) : Part{};
-    return {part, run_of(part, split, parts.splits), split};
+    return {part, run_of(part, split, parts.splits), split, parts.splits, own, ITEM_CTAS / parts.splits, parts.count};
   };
+  auto part_at = [&](int index) { return Parts(lane < ROWS ? lengths[lane] : 0, lane < ROWS ? before[lane] : 0).part(index); };
 #else
-  int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
+  const int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   auto first_share = [&]() -> Share {
     const Part part = length ? Parts().part(length, before, member / SPLITS) : Part{};
-    return {part, run_of(part, member % SPLITS, SPLITS), member % SPLITS};
+    return {part, run_of(part, member % SPLITS, SPLITS), member % SPLITS, SPLITS, member / SPLITS, ITEM_CTAS / SPLITS, ROWS};
   };
+  auto part_at = [&](int index) { return lengths[index] ? Parts().part(lengths[index], before, index) : Part{}; };
 #endif
   auto early = [&] { prefetch(a, first_share(), head, lane); };
   auto meanwhile = [&] {
@@ -694,24 +701,19 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
 
   if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER
-  const Parts parts(row_length, row_back);
+  const Share& share = sh.share;
+  const int splits = share.splits, split = share.split, own = share.own, step = share.step, count = share.count;
 #else
-  const Parts parts{};
+  constexpr int splits = SPLITS, step = ITEM_CTAS / SPLITS, count = ROWS;
+  const int split = member % splits, own = member / splits;
 #endif
-  const int splits = parts.splits, split = member % splits, own = member / splits;
-  for (int index = own; index < parts.count; index += ITEM_CTAS / splits) {
-#if TOGETHER
-    const Part part = parts.part(index);
-#else
-    if (index != own) length = lengths[index];
-    if (length == 0) continue;
-    const Part part = parts.part(length, before, index);
-#endif
-    const Run run = run_of(part, split, splits);
-    if (split >= run.used) continue;
+  for (int index = own; index < count; index += step) {
     const bool known = index == own;
+    const Part part = known ? sh.share.part : part_at(index);
+    const Run run = known ? sh.share.run : run_of(part, split, splits);
+    if (part.length() == 0 || split >= run.used) continue;
     const int fresh = split + 1 == run.used ? part.fresh : 0;
-    const int count = attend(sh, a, part, head, run, fresh, known, [&] {
+    const int lanes = attend(sh, a, part, head, run, fresh, known, [&] {
       const int queries = part.rows * G, tasks = queries + 2 * fresh;
       for (int task = warp; task < tasks; task += WARPS * AT_ONCE) {
         HeadSource sources[AT_ONCE];
@@ -755,7 +757,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     constexpr int N = RESULTS_AT_ONCE;
     for (int i = threadIdx.x * N; i < part.rows * G * HEAD_DIM; i += THREADS * N) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-      const Merged<N> state = merge_lanes<N>(sh, count, h, d);
+      const Merged<N> state = merge_lanes<N>(sh, lanes, h, d);
       if (run.used == 1) {
         Gates<1> factors(gates + i / 2 * 2);
         factors.await();
@@ -769,7 +771,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       }
     }
     if (run.used > 1) gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, split, run.used, warp, lane);
-    if (index + ITEM_CTAS / splits < parts.count) named_barrier(1, THREADS);  // before others fetch over the states
+    if (index + step < count) named_barrier(1, THREADS);  // before others fetch over the states
   }
   if (OWN_COPIES) empty(next_qkv, next_states);
   end_launch(THREADS);

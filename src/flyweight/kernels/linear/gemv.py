@@ -35,7 +35,6 @@ class OneRow:
 
 
 PLAIN_ROW = OneRow()
-REGISTER_LATE: int | None = None
 
 
 def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> int:
@@ -107,11 +106,7 @@ def defines(
         "STAGE_BLOCKS": chosen.stage_blocks,
         "SHARED_BYTES": chosen.shared,
         "SLOTS": chosen.slots,
-        "HELD": 0
-        if early
-        else min(late_stages(weight.matrix, device), chosen.stages - 1)
-        if REGISTER_LATE is None or not chosen.in_registers
-        else REGISTER_LATE,
+        "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),

@@ -69,7 +69,6 @@ REGISTER_WARPS = 8
 REGISTER_UNITS = 4
 # Up to so many rows in registers have two columns of a product each, and share out their inputs
 SPREAD_ROWS = 4
-SPREAD_WARPS = 16  # of a kernel with so few rows
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -205,7 +204,7 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     if wanted.in_registers:
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
-        most = REGISTER_UNITS * REGISTER_WARPS // warps * (2 if rows <= SPREAD_ROWS else 1)
+        most = REGISTER_UNITS * (2 if rows <= SPREAD_ROWS else 1)
         if units > most or total < 2 * warps:
             return None
         x_row = 0
@@ -253,12 +252,11 @@ def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gp
     """x of four or eight rows in registers, with room for another kernel."""
     if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
         return None
-    for warps in (SPREAD_WARPS, REGISTER_WARPS) if rows <= SPREAD_ROWS else (REGISTER_WARPS,):
-        slots = max(1, min(wanted.tiles, 2 * warps // rows))  # an output of a round to a thread
-        wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=warps, slots=slots)
-        if found := plan_beside(matrix, rows, wanted, device):
-            return dataclasses.replace(found, beside=True)
-    return None
+    warps = REGISTER_WARPS
+    slots = max(1, min(wanted.tiles, 2 * warps // rows))  # an output of a round to a thread
+    wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=warps, slots=slots)
+    found = plan_beside(matrix, rows, wanted, device)
+    return found and dataclasses.replace(found, beside=True)
 
 
 @functools.cache
