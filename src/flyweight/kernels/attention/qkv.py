@@ -39,8 +39,9 @@ HEAD_DIMS = (64, 128, 256)
 # Where a row alone would have up to so many runs, a CTA takes several rows of a sequence at once
 # (TOGETHER of qkv_attention.cu); more runs are short enough, and cost more to hand over
 TOGETHER = 4
-# Bytes: where the first 32 tiles of a run lie in the cache, and the newest token
-KNOWN = 4 * 32 + 16
+# Bytes: where the first 32 tiles of a run lie in the cache, and the newest token; barriers of
+# tiles, and what a CTA has to do
+KNOWN = 4 * 32 + 16 + 8 * 32 + 64
 COLUMNS_TOGETHER = 16  # that the query heads of these rows have
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 

@@ -82,10 +82,12 @@ constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / K
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
+constexpr bool EARLY_TOKENS =  // the first tiles come where weights were, while the last of these are multiplied
+    !OWN_COPIES && !KV8 && KNOWN && LANES * DEPTH < 32 && LANES * DEPTH * KV_TILE <= STAGES * STAGE_BYTES;
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
-constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS < 3 ? TASKS : 3;
+constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS < 2 ? TASKS : 2;
 constexpr int RESULTS_AT_ONCE =  // that a thread adds up
     TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : OWN_COPIES && QUERIES * HEAD_DIM >= 2 * THREADS ? 2 : 1;
 
@@ -157,6 +159,7 @@ struct __align__(128) Shared {
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
 #endif
+  u64 arrived[LANES * DEPTH];  // EARLY_TOKENS: of a lane, tile after tile
   Share share;
   int places[KNOWN ? KNOWN : 1], slots[CHUNK];  // in the cache: of the first tiles of our first run, of its part's new tokens
 };
@@ -233,6 +236,36 @@ DEVICE void look_up(Shared& sh, const Attention& a, const Share& share, int lane
   const int token = share.run.begin + lane * 16;
   if (lane < KNOWN && token < share.run.end) sh.places[lane] = (int)slot_of(a, share.part.first, token);
   if (lane < share.part.fresh) sh.slots[lane] = (int)slot_of(a, share.part.row_of(lane), share.part.older + lane);
+}
+
+// By the producer warp once it has asked for its last weights: the first tiles of our first run, each as soon as all warps have done with
+// the stages that lie where it comes. `place`: in the cache, of the tile that this lane's number says.
+DEVICE void fetch_early(Shared& sh, const Attention& a, const Share& share, int place, int stages, int head, int lane) {
+  const int tokens = share.exists() ? share.run.end - share.run.begin : 0, tiles = min((tokens + 15) / 16, LANES * DEPTH);
+  u32 done = 0;  // stages of the ring that are free
+#pragma unroll 1
+  for (int stage = max(stages - STAGES, 0) - 1, asked = 0; asked != (1 << tiles) - 1; stage++) {
+    if (stage < max(stages - STAGES, 0)) {
+      done = (1 << STAGES) - (1 << min(stages, STAGES));
+    } else {
+      barrier_wait(&sh.linear.empty[stage % STAGES], stage / STAGES & 1);
+      done |= 1 << stage % STAGES;
+    }
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; tile++) {
+      const int slot = tile % LANES * DEPTH + tile / LANES, begin = slot * KV_TILE;
+      const int under = (2 << (begin + KV_TILE - 1) / STAGE_BYTES) - (1 << begin / STAGE_BYTES);
+      if (asked >> tile & 1 || (done & under) != under) continue;
+      asked |= 1 << tile;
+      const int count = min(16, tokens - tile * 16), first = __shfl_sync(~0u, place, tile), row = lane % 16;
+      copy_begin(&sh.arrived[slot], 2 * count * HEAD_DIM * (int)sizeof(Stored), lane);
+      __syncwarp();
+      if (row < count)
+        copy_own(sh.linear.ring[0] + begin + lane / 16 * (SCALES / 2) + row * KV_ROW,
+                 (lane < 16 ? a.keys : a.values) + ((size_t)(first + row) * KV_HEADS + head) * HEAD_DIM, HEAD_DIM * sizeof(Stored),
+                 &sh.arrived[slot]);
+    }
+  }
 }
 
 // Heads of q, k or v, by one warp: waited for together, then normed, rotated and rounded to 16 bits.
@@ -497,9 +530,14 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
     if (DIM_PARTS == 1) __syncwarp();
     else named_barrier(2 + index, DIM_PARTS * 32);
   };
+  const bool early = EARLY_TOKENS && known;
   if (index < LANES)
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
+      if (early) {
+        copy_group();
+        continue;
+      }
       if (KNOWN) place = place_of(index + i * LANES);
       fetch(index + i * LANES, i);
     }
@@ -514,9 +552,10 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
   for (int n = 0; n < PRODUCTS; n++) run[n] = {{LOWEST, LOWEST}};
   int slot = 0;
   for (int tile = index; tile < tiles; tile += LANES) {
+    const bool old = tile < older;
+    if (early && old && tile < LANES * DEPTH) barrier_wait(&sh.arrived[index * DEPTH + slot], 0);
     copy_wait<DEPTH - 1>();
     meet();
-    const bool old = tile < older;
     const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.newest[0]);
     const u32 values = old ? keys + SCALES / 2 : shared_address(sh.newest[1]);
     const Tokens tokens = {old ? min(16, end - begin - tile * 16) : fresh, begin + tile * 16, old ? -1 : part.fresh - part.rows,
@@ -692,12 +731,23 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   };
   auto part_at = [&](int index) { return lengths[index] ? Parts().part(lengths[index], before, index) : Part{}; };
 #endif
-  auto early = [&] { prefetch(a, first_share(), head, lane); };
+  Share ahead;
+  int place = 0;
+  auto early = [&] {
+    ahead = first_share();
+    prefetch(a, ahead, head, lane);
+    const int token = ahead.run.begin + lane * 16;
+    if (EARLY_TOKENS && ahead.exists() && token < ahead.run.end) place = (int)slot_of(a, ahead.part.first, token);
+  };
   auto meanwhile = [&] {
     if (warp == 0) look_up(sh, a, first_share(), lane);
   };
+  if (EARLY_TOKENS && threadIdx.x < LANES * DEPTH) barrier_init(&sh.arrived[threadIdx.x], COPY_ARRIVALS);
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
-              blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) return;
+              blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) {
+    if (EARLY_TOKENS && warp == WARPS) fetch_early(sh, a, ahead, place, (last - first) * TILE_STAGES, head, lane);
+    return;
+  }
 
   if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER
