@@ -42,6 +42,7 @@ TOGETHER = 4
 # Bytes: where the first 32 tiles of a run lie in the cache, and the newest token; barriers of
 # tiles, and what a CTA has to do
 KNOWN = 4 * 32 + 16 + 8 * 32 + 64
+COLUMNS_FROM = 8  # rows
 COLUMNS_TOGETHER = 16  # that the query heads of these rows have
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
@@ -140,7 +141,7 @@ def columns_together(shape: HeadShape, chunk: int) -> int:
     """Of the products of rows of a sequence: more than one product's where registers and shared
     memory have room for their sums.
     """
-    return COLUMNS if shape.eight_bits or chunk <= gemv_plan.SPREAD_ROWS else COLUMNS_TOGETHER
+    return COLUMNS if shape.eight_bits or chunk < COLUMNS_FROM else COLUMNS_TOGETHER
 
 
 def linear_plan(

@@ -100,25 +100,44 @@ DEVICE Part part_of(int cta, int ctas) {
 }
 DEVICE sum4 sum_of(sum4 a, sum4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// The last HELD stages of the first filling come when x does.
+// A stage of what this CTA has: a team's units of a tile.
+struct Stage {
+  int team, tile, unit;  // the first unit of all warps
+  DEVICE Stage(const Part& part, int i) : team(i % TEAMS), tile(i / TEAMS), unit(0) {
+    if (TURNS > 1 && part.count) unit = tile / part.count * WARPS, tile %= part.count;
+  }
+  DEVICE void step(const Part& part) {
+    if (++team == TEAMS) team = 0, tile++;
+    if (tile == part.count) tile = 0, unit += WARPS;
+  }
+  DEVICE void ask(Shared& sh, const Linear& a, const Part& part, int slot) const {  // by one lane
+    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.first_unit + unit + team * TEAM;
+    const int units = part.left(unit + team * TEAM, TEAM);
+    copy_begin(&sh.full[slot], units * (UNIT_BYTES + RECORD_BYTES), 0);
+    if (!units) return;
+    copy_own(sh.ring[slot], a.weights + at * UNIT_BYTES, units * UNIT_BYTES, &sh.full[slot]);
+    if (!QUANTIZED) copy_own(sh.ring[slot] + RECORDS_AT, a.records + at * 16, units * RECORD_BYTES, &sh.full[slot]);
+  }
+};
+// The last HELD stages of the first filling come when x does. Each stage of that filling is asked for by a lane of its own: one lane took
+// more than a microsecond for those that are held, beside warps that are busy with x.
 DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
   u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
   if (turns) await_turn(turns, lane);
-  int slot = 0, team = 0, tile = 0, unit = 0;
-  u32 parity = 1;
+  const int stages = part.count * TURNS * TEAMS;
+  const Stage own(part, lane);
+  if (lane < min(stages, STAGES - HELD)) own.ask(sh, a, part, lane);
+  __syncwarp();
+  if (stages > STAGES - HELD) wait_for_inputs();
+  if (lane >= STAGES - HELD && lane < min(stages, STAGES)) own.ask(sh, a, part, lane);
+  __syncwarp();
+  Stage next(part, STAGES);
+  u32 parity = 0;
 #pragma unroll 1
-  for (int i = 0; i < part.count * TURNS * TEAMS; i++) {
-    if (i == STAGES - HELD) wait_for_inputs();
-    if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.first_unit + unit + team * TEAM;
-    const int units = part.left(unit + team * TEAM, TEAM);
-    copy_begin(&sh.full[slot], units * (UNIT_BYTES + RECORD_BYTES), lane);
-    if (units) {
-      copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, units * UNIT_BYTES, &sh.full[slot], lane);
-      if (!QUANTIZED) copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, units * RECORD_BYTES, &sh.full[slot], lane);
-    }
-    if (++team == TEAMS) team = 0, tile++;
-    if (tile == part.count) tile = 0, unit += WARPS;
+  for (int i = STAGES, slot = 0; i < stages; i++) {
+    barrier_wait(&sh.empty[slot], parity);
+    if (lane == 0) next.ask(sh, a, part, slot);
+    next.step(part);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   if (turns && lane == 0) count_up(turns + 1);
@@ -130,6 +149,9 @@ struct Place {
   int unit, warp, teller;
   bool there, last;  // it has inputs; no turn follows
 };
+
+DEVICE int row_of(int lane) { return SPREAD > 1 ? lane / 4 % 4 : lane / 4; }
+DEVICE int half_of(int i, int lane) { return SPREAD > 1 ? 2 * i + lane / 16 : i; }  // of four, the i-th of a lane's
 
 // What the four lanes of a row have found goes to both CTAs; `teller`: which warp of a cluster's. The other CTA must be there.
 DEVICE void tell(Shared& sh, float found, int teller, int lane) {
@@ -203,8 +225,6 @@ struct Inputs {
   u32 x[2 * OWN_HALVES][2];
   float sum[SETS][2];
 };
-DEVICE int row_of(int lane) { return SPREAD > 1 ? lane / 4 % 4 : lane / 4; }
-DEVICE int half_of(int i, int lane) { return SPREAD > 1 ? 2 * i + lane / 16 : i; }  // of four, the i-th of a lane's
 // Eight inputs times the norm's weights.
 DEVICE uint4 weighed(uint4 x, uint4 weight, float& squares) {
   u32 of[4] = {x.x, x.y, x.z, x.w};
