@@ -245,7 +245,7 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&n
   for (int i = 0; i < SETS * OWN_HALVES; i++) {
     const int row = i / OWN_HALVES * 8 + row_of(lane), own = i % OWN_HALVES;
     uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < rows && place.there) x = ((const uint4*)(a.x + (size_t)row * KDIM))[place.unit * 16 + half_of(own, lane) * 4 + lane % 4];
+    if (row < rows && place.there) x = input_load((const uint4*)(a.x + (size_t)row * KDIM) + place.unit * 16 + half_of(own, lane) * 4 + lane % 4);
     if (NORM) x = weighed(x, norm[i % NORMS], squares);
     u32(&to)[2 * OWN_HALVES][2] = all[i / OWN_HALVES];
     to[own * 2][0] = x.x, to[own * 2][1] = x.y, to[own * 2 + 1][0] = x.z, to[own * 2 + 1][1] = x.w;

@@ -94,7 +94,7 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
     const int turn = i / OWN_HALVES, row = row_of(g);
     const int piece = slice.first * 8 + unit_of(turn, warp) * 16 + half_of(i % OWN_HALVES, g) * 4 + t;
     const bool exists = row < rows && piece < KDIM / 8 && unit_exists(turn, warp, slice);
-    const uint4 x = exists ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+    const uint4 x = exists ? input_load((const uint4*)(a.x + (size_t)row * KDIM) + piece) : make_uint4(0, 0, 0, 0);
     u32(&to)[2][2] = in.x[turn][i % OWN_HALVES];
     to[0][0] = x.x, to[0][1] = x.y, to[1][0] = x.z, to[1][1] = x.w;
   }

@@ -185,6 +185,7 @@ def multiply(
             "BIAS": int(weight.bias is not None),
             **({"BESIDE": 1} if beside else {}),
             "SETS": chosen.sets,
+            **({"X_PAST": gemv_plan.X_PAST} if gemv_plan.X_PAST else {}),
             **({} if weight.format.quantizes_input else gemv_plan.spread(rows)),
             "WARPS": chosen.warps,
             "TEAM": chosen.team,
