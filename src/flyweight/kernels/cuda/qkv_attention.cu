@@ -144,9 +144,11 @@ struct Parts {
 
 // What a CTA takes of a step: a run of a part, and the same of the parts `step` further on. Made ahead of the linear, since it takes a
 // dozen divisions.
+DEVICE int quad_of(const Part& part, const Run& run, int split) { return split * (part.rows * G * HEAD_DIM / 4) / run.used; }
 struct Share {
   Part part;
   Run run;
+  int first_quad, last_quad;  // of the part's results, four each, that this CTA gathers
   int split, splits;     // of the part
   int own, step, count;  // the first part, how many lie between two, and how many there are
   DEVICE bool exists() const { return part.length() && split < run.used; }
@@ -230,7 +232,8 @@ DEVICE void prefetch(const Attention& a, const Share& share, int head, int lane)
   }
 }
 // By one warp while it waits, so that nothing asks for them behind the linear.
-DEVICE void look_up(Shared& sh, const Attention& a, const Share& share, int lane) {
+DEVICE void look_up(Shared& sh, const Attention& a, Share share, int lane) {
+  share.first_quad = quad_of(share.part, share.run, share.split), share.last_quad = quad_of(share.part, share.run, share.split + 1);
   if (lane == 0) sh.share = share;
   if (!share.exists()) return;
   const int token = share.run.begin + lane * 16;
@@ -626,11 +629,11 @@ DEVICE float sunk(const Attention& a, int h, float most) {
 
 // This CTA's share of the outputs of `rows` rows of its head, from the states of all runs; `states` is the first one's. Runs sit side
 // by side in the lanes of a warp, four outputs in each. `gates` and `out`: of the first row.
-DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int split, int used, int warp, int lane) {
+DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int begin, int last, int used, int warp,
+                   int lane) {
   const int quads = rows * G * HEAD_DIM / 4;
   const int wide = used <= 2 ? 2 : used <= 4 ? 4 : used <= 8 ? 8 : used <= 16 ? 16 : 32;  // lanes for one quad
-  const int last = (split + 1) * quads / used;
-  for (int first = split * quads / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
+  for (int first = begin + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
     const int quad = first + lane / wide, run = lane % wide, query = min(quad, quads - 1) * 4 / HEAD_DIM;
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
     Gates<2> factors(gates + 4 * min(quad, quads - 1));
@@ -720,14 +723,14 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     const Parts parts(row_length, row_back);
     const int own = member / parts.splits, split = member % parts.splits;
     const Part part = own < parts.count ? parts.part(own) : Part{};
-    return {part, run_of(part, split, parts.splits), split, parts.splits, own, ITEM_CTAS / parts.splits, parts.count};
+    return {part, run_of(part, split, parts.splits), 0, 0, split, parts.splits, own, ITEM_CTAS / parts.splits, parts.count};
   };
   auto part_at = [&](int index) { return Parts(lane < ROWS ? lengths[lane] : 0, lane < ROWS ? before[lane] : 0).part(index); };
 #else
   const int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   auto first_share = [&]() -> Share {
     const Part part = length ? Parts().part(length, before, member / SPLITS) : Part{};
-    return {part, run_of(part, member % SPLITS, SPLITS), member % SPLITS, SPLITS, member / SPLITS, ITEM_CTAS / SPLITS, ROWS};
+    return {part, run_of(part, member % SPLITS, SPLITS), 0, 0, member % SPLITS, SPLITS, member / SPLITS, ITEM_CTAS / SPLITS, ROWS};
   };
   auto part_at = [&](int index) { return lengths[index] ? Parts().part(lengths[index], before, index) : Part{}; };
 #endif
@@ -820,7 +823,10 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
         if (d < 2 * N && d % N == 0) store_relaxed(mine + h * STATE + HEAD_DIM + d / N, d ? state.sum : state.most);
       }
     }
-    if (run.used > 1) gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, split, run.used, warp, lane);
+    if (run.used > 1) {
+      const int begin = known ? sh.share.first_quad : quad_of(part, run, split), end = known ? sh.share.last_quad : quad_of(part, run, split + 1);
+      gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, begin, end, run.used, warp, lane);
+    }
     if (index + step < count) named_barrier(1, THREADS);  // before others fetch over the states
   }
   if (OWN_COPIES) empty(next_qkv, next_states);
