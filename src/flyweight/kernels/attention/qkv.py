@@ -255,6 +255,7 @@ def qkv_attention(
     adapted = rows.adapted
     chunk = chunk_of(count, shared=rows.before is not None)
     more = chunk_bytes(shape, chunk, device) + (adapted.shared_bytes(tiles) if adapted else 0)
+    together = rows_together(shape, chunk, device)
     lone_row = count == 1 and not adapted
     chosen = linear_plan(weight, shape, count, device, more, beside=layer.beside, lone_row=lone_row)
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)

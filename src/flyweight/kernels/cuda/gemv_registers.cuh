@@ -17,6 +17,9 @@
 #ifndef SPREAD
 #define SPREAD 1
 #endif
+#ifndef UNITS_AT_ONCE
+#define UNITS_AT_ONCE 1
+#endif
 #include "codes.cuh"
 
 constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
@@ -24,6 +27,7 @@ constexpr bool SHRUNK = FP16 && NORM;  // x times the norm's weights may be too 
 static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS > 1 && ROWS <= 8, "what this is for");
 typedef float accumulator;
 constexpr int OWN_HALVES = 4 / SPREAD;  // of blocks, that a lane has of a unit
+constexpr int AT_ONCE_UNITS = UNITS_AT_ONCE < STAGE_TURNS ? UNITS_AT_ONCE : STAGE_TURNS;
 static_assert(SPREAD == 1 || ROWS <= 4, "a row has SPREAD columns");
 
 struct Inputs {
@@ -124,26 +128,34 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
                            accumulator (&total)[1][COLUMN_TILES][4], int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int i = 0; i < STAGE_TURNS; i++) {
-    const int turn = start / STAGE_BLOCKS * STAGE_TURNS + i, unit = i * WARPS + warp, block = start + 2 * unit;
-    if (!unit_exists(turn, warp, slice)) break;
-    float acc[2][4] = {};  // two chains of additions
+  for (int first = 0; first < STAGE_TURNS; first += AT_ONCE_UNITS) {
+    float acc[AT_ONCE_UNITS][2][4] = {};  // two chains of additions each
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const int half = j % 2, step = j / 2 % 2, b = j / 4, shift = FORMAT == INT4 ? 4 * half : 0;
-      const uint4 q = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane + (FORMAT == INT8 ? 32 * half : 0)];
-      const u32 first = (step ? q.z : q.x) >> shift, second = (step ? q.w : q.y) >> shift;
-      const u32(&x)[2] = in.x[turn][SPREAD > 1 ? b : 2 * b + half][step];
-      mma16<FP16>(acc[half], weights_of(first), weights_of(second), weights_of(first >> 8), weights_of(second >> 8), x[0], x[1]);
-    }
-    const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
-    const float2 sum = *(const float2*)&sh.sums[block / 2][2 * t];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const u32 record = records[g + j / 2 * 8];
-      const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
-      const float products = SPREAD == 1 ? acc[0][j] + acc[1][j] : t < 2 ? acc[0][j] : acc[1][j];
-      total[0][0][j] += scale * (products + offset_of(record) * (j % 2 ? sum.y : sum.x));
+      for (int n = 0; n < AT_ONCE_UNITS; n++) {
+        const int i = first + n, turn = start / STAGE_BLOCKS * STAGE_TURNS + i, unit = i * WARPS + warp;
+        if (i >= STAGE_TURNS || !unit_exists(turn, warp, slice)) continue;
+        const uint4 q = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane + (FORMAT == INT8 ? 32 * half : 0)];
+        const u32 low = (step ? q.z : q.x) >> shift, high = (step ? q.w : q.y) >> shift;
+        const u32(&x)[2] = in.x[turn][SPREAD > 1 ? b : 2 * b + half][step];
+        mma16<FP16>(acc[n][half], weights_of(low), weights_of(high), weights_of(low >> 8), weights_of(high >> 8), x[0], x[1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < AT_ONCE_UNITS; n++) {
+      const int i = first + n, turn = start / STAGE_BLOCKS * STAGE_TURNS + i, block = start + 2 * (i * WARPS + warp);
+      if (i >= STAGE_TURNS || !unit_exists(turn, warp, slice)) continue;
+      const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+      const float2 sum = *(const float2*)&sh.sums[block / 2][2 * t];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const u32 record = records[g + j / 2 * 8];
+        const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
+        const float products = SPREAD == 1 ? acc[n][0][j] + acc[n][1][j] : t < 2 ? acc[n][0][j] : acc[n][1][j];
+        total[0][0][j] += scale * (products + offset_of(record) * (j % 2 ? sum.y : sum.x));
+      }
     }
   }
 }

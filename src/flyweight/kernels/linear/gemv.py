@@ -108,6 +108,11 @@ def defines(
         "SLOTS": chosen.slots,
         "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
+        **(
+            {"UNITS_AT_ONCE": gemv_plan.UNITS_AT_ONCE}
+            if chosen.in_registers and gemv_plan.UNITS_AT_ONCE > 1
+            else {}
+        ),
         **({"X_PAST": gemv_plan.X_PAST} if chosen.in_registers and gemv_plan.X_PAST else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),

@@ -70,6 +70,7 @@ REGISTER_UNITS = 4
 # Up to so many rows in registers have two columns of a product each, and share out their inputs
 SPREAD_ROWS = 4
 X_PAST = 0
+UNITS_AT_ONCE = 1
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
