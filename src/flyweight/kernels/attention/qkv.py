@@ -269,11 +269,7 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
-        | (
-            {"TOGETHER": columns_together(shape, chunk)}
-            if rows_together(shape, chunk, device) > 1
-            else {}
-        )
+        | ({"TOGETHER": columns_together(shape, chunk)} if together > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes
