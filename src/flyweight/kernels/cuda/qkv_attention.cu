@@ -242,7 +242,8 @@ DEVICE void look_up(Shared& sh, const Attention& a, Share share, int lane) {
 }
 
 // By the producer warp once it has asked for its last weights: the first tiles of our first run, each as soon as all warps have done with
-// the stages that lie where it comes. `place`: in the cache, of the tile that this lane's number says.
+// the stages that lie where it comes. `place`: in the cache, of the tile that this lane's number says. Bulk copies are of no use for rows of
+// 256 bytes: an SM begins one in some 60 cycles.
 DEVICE void fetch_early(Shared& sh, const Attention& a, const Share& share, int place, int stages, int head, int lane) {
   const int tokens = share.exists() ? share.run.end - share.run.begin : 0, tiles = min((tokens + 15) / 16, LANES * DEPTH);
   u32 done = 0;  // stages of the ring that are free
@@ -260,15 +261,21 @@ DEVICE void fetch_early(Shared& sh, const Attention& a, const Share& share, int 
       const int under = (2 << (begin + KV_TILE - 1) / STAGE_BYTES) - (1 << begin / STAGE_BYTES);
       if (asked >> tile & 1 || (done & under) != under) continue;
       asked |= 1 << tile;
-      const int count = min(16, tokens - tile * 16), first = __shfl_sync(~0u, place, tile), row = lane % 16;
-      copy_begin(&sh.arrived[slot], 2 * count * HEAD_DIM * (int)sizeof(Stored), lane);
-      __syncwarp();
-      if (row < count)
-        copy_own(sh.linear.ring[0] + begin + lane / 16 * (SCALES / 2) + row * KV_ROW,
-                 (lane < 16 ? a.keys : a.values) + ((size_t)(first + row) * KV_HEADS + head) * HEAD_DIM, HEAD_DIM * sizeof(Stored),
-                 &sh.arrived[slot]);
+      const int count = min(16, tokens - tile * 16), first = __shfl_sync(~0u, place, tile);
+      constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
+      const u32 to = shared_address(sh.linear.ring[0]) + begin + lane % CHUNKS * 16;
+#pragma unroll
+      for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS)
+        if (row < count) {
+          const size_t at = ((size_t)(first + row) * KV_HEADS + head) * HEAD_DIM + lane % CHUNKS * EACH;
+          copy16(to + row * KV_ROW, a.keys + at);
+          copy16(to + SCALES / 2 + row * KV_ROW, a.values + at);
+        }
+      copy_arrive(&sh.arrived[slot]);
     }
   }
+  copy_group();
+  copy_wait<0>();  // before this warp is gone
 }
 
 // Heads of q, k or v, by one warp: waited for together, then normed, rotated and rounded to 16 bits.
@@ -745,7 +752,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   auto meanwhile = [&] {
     if (warp == 0) look_up(sh, a, first_share(), lane);
   };
-  if (EARLY_TOKENS && threadIdx.x < LANES * DEPTH) barrier_init(&sh.arrived[threadIdx.x], COPY_ARRIVALS);
+  if (EARLY_TOKENS && threadIdx.x < LANES * DEPTH) barrier_init(&sh.arrived[threadIdx.x], 32);
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
               blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) {
     if (EARLY_TOKENS && warp == WARPS) fetch_early(sh, a, ahead, place, (last - first) * TILE_STAGES, head, lane);
