@@ -43,6 +43,7 @@ TOGETHER = 4
 # tiles, and what a CTA has to do
 KNOWN = 4 * 32 + 16 + 8 * 32 + 64
 COLUMNS_FROM = 8  # rows
+EARLY = 1
 COLUMNS_TOGETHER = 16  # that the query heads of these rows have
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
@@ -269,6 +270,7 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
+        | ({} if EARLY else {"EARLY": 0})
         | ({"TOGETHER": columns_together(shape, chunk)} if together > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")

@@ -50,6 +50,9 @@
 #ifndef GATED
 #define GATED 0
 #endif
+#ifndef EARLY
+#define EARLY 1
+#endif
 #ifndef CHUNK
 #define CHUNK 1
 #endif
@@ -83,7 +86,7 @@ constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulat
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
 constexpr bool EARLY_TOKENS =  // the first tiles come where weights were, while the last of these are multiplied
-    !OWN_COPIES && !KV8 && KNOWN && LANES * DEPTH < 32 && LANES * DEPTH * KV_TILE <= STAGES * STAGE_BYTES;
+    EARLY && !OWN_COPIES && !KV8 && KNOWN && LANES * DEPTH < 32 && LANES * DEPTH * KV_TILE <= STAGES * STAGE_BYTES;
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
