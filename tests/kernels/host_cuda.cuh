@@ -359,7 +359,6 @@ template <bool SIXTEEN, int WORDS> static inline bool missing(const u32 (&words)
 }
 DEVICE uint4 stream_load(const void* p) { return *(const uint4*)p; }
 DEVICE uint4 constant_load(const void* p) { return *(const uint4*)p; }
-DEVICE uint4 input_load(const uint4* p) { return *p; }
 DEVICE uint2 stream_load2(const void* p) { return *(const uint2*)p; }
 DEVICE u32 stream_load1(const void* p) { return *(const u32*)p; }
 template <class T> static inline T __ldg(const T* p) { return *p; }

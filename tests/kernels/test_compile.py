@@ -174,14 +174,14 @@ CASES = [
     ),
     ("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=2)),
     ("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=1, CHUNK=8)),
-    ("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=1, CHUNK=8, TOGETHER=16)),
+    ("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=1, CHUNK=8, TOGETHER=1)),
     (
         "qkv_attention.cu",
-        FUSED | REGISTERS | dict(FORMAT=1, ROWS=4, WARPS=16, CHUNK=4, TOGETHER=8, BESIDE=1),
+        FUSED | REGISTERS | dict(FORMAT=1, ROWS=4, WARPS=16, CHUNK=4, TOGETHER=1, BESIDE=1),
     ),
     (
         "qkv_attention.cu",
-        FUSED | dict(FORMAT=1, ROWS=4, STAGES=3, CHUNK=4, TOGETHER=8, KV8=1, WINDOW=128),
+        FUSED | dict(FORMAT=1, ROWS=4, STAGES=3, CHUNK=4, TOGETHER=1, KV8=1, WINDOW=128),
     ),
     ("gemv.cu", GEMV | OLDER | dict(FORMAT=1, BALANCED=1, PREFETCHED=8)),
     ("gemv.cu", GEMV | OLDER | dict(FORMAT=2, BALANCED=1, KEPT=3)),

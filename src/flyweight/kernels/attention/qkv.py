@@ -39,12 +39,8 @@ HEAD_DIMS = (64, 128, 256)
 # Where a row alone would have up to so many runs, a CTA takes several rows of a sequence at once
 # (TOGETHER of qkv_attention.cu); more runs are short enough, and cost more to hand over
 TOGETHER = 4
-# Bytes: where the first 32 tiles of a run lie in the cache, and the newest token; barriers of
-# tiles, and what a CTA has to do
-KNOWN = 4 * 32 + 16 + 8 * 32 + 64
-COLUMNS_FROM = 8  # rows
-EARLY = 1
-COLUMNS_TOGETHER = 16  # that the query heads of these rows have
+# Bytes: where the first 32 tiles of a run lie in the cache, and the newest token; what a CTA takes
+KNOWN = 4 * 32 + 16 + 64
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -135,14 +131,7 @@ def rows_together(shape: HeadShape, chunk: int, device: Gpu) -> int:
     runs = head_ctas(shape, device) // shape.items_of_kv_head // chunk
     if runs > TOGETHER or shape.gated or 0 < (shape.window or 0) < SHORTEST_WINDOW:
         return 1
-    return max(1, min(chunk, columns_together(shape, chunk) // shape.item_heads))
-
-
-def columns_together(shape: HeadShape, chunk: int) -> int:
-    """Of the products of rows of a sequence: more than one product's where registers and shared
-    memory have room for their sums.
-    """
-    return COLUMNS if shape.eight_bits or chunk < COLUMNS_FROM else COLUMNS_TOGETHER
+    return min(chunk, COLUMNS // shape.item_heads)
 
 
 def linear_plan(
@@ -256,7 +245,6 @@ def qkv_attention(
     adapted = rows.adapted
     chunk = chunk_of(count, shared=rows.before is not None)
     more = chunk_bytes(shape, chunk, device) + (adapted.shared_bytes(tiles) if adapted else 0)
-    together = rows_together(shape, chunk, device)
     lone_row = count == 1 and not adapted
     chosen = linear_plan(weight, shape, count, device, more, beside=layer.beside, lone_row=lone_row)
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
@@ -270,8 +258,7 @@ def qkv_attention(
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
-        | ({} if EARLY else {"EARLY": 0})
-        | ({"TOGETHER": columns_together(shape, chunk)} if together > 1 else {})
+        | ({"TOGETHER": 1} if rows_together(shape, chunk, device) > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes

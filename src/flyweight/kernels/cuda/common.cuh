@@ -236,22 +236,6 @@ DEVICE uint4 constant_load(const void* p) {  // through L1; on its way where it 
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p));
   return q;
 }
-#ifndef X_PAST
-#define X_PAST 0
-#endif
-DEVICE uint4 input_load(const uint4* p) {  // of inputs that this kernel waited for
-  uint4 q;
-#if X_PAST == 1
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p) : "memory");
-#elif X_PAST == 2
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p) : "memory");
-#elif X_PAST == 3
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p) : "memory");
-#else
-  q = *p;
-#endif
-  return q;
-}
 DEVICE uint2 stream_load2(const void* p) {
   uint2 q;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(q.x), "=r"(q.y) : "l"(p));

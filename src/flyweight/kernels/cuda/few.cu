@@ -100,44 +100,25 @@ DEVICE Part part_of(int cta, int ctas) {
 }
 DEVICE sum4 sum_of(sum4 a, sum4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// A stage of what this CTA has: a team's units of a tile.
-struct Stage {
-  int team, tile, unit;  // the first unit of all warps
-  DEVICE Stage(const Part& part, int i) : team(i % TEAMS), tile(i / TEAMS), unit(0) {
-    if (TURNS > 1 && part.count) unit = tile / part.count * WARPS, tile %= part.count;
-  }
-  DEVICE void step(const Part& part) {
-    if (++team == TEAMS) team = 0, tile++;
-    if (tile == part.count) tile = 0, unit += WARPS;
-  }
-  DEVICE void ask(Shared& sh, const Linear& a, const Part& part, int slot) const {  // by one lane
-    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.first_unit + unit + team * TEAM;
-    const int units = part.left(unit + team * TEAM, TEAM);
-    copy_begin(&sh.full[slot], units * (UNIT_BYTES + RECORD_BYTES), 0);
-    if (!units) return;
-    copy_own(sh.ring[slot], a.weights + at * UNIT_BYTES, units * UNIT_BYTES, &sh.full[slot]);
-    if (!QUANTIZED) copy_own(sh.ring[slot] + RECORDS_AT, a.records + at * 16, units * RECORD_BYTES, &sh.full[slot]);
-  }
-};
-// The last HELD stages of the first filling come when x does. Each stage of that filling is asked for by a lane of its own: one lane took
-// more than a microsecond for those that are held, beside warps that are busy with x.
+// The last HELD stages of the first filling come when x does.
 DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
   u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
   if (turns) await_turn(turns, lane);
-  const int stages = part.count * TURNS * TEAMS;
-  const Stage own(part, lane);
-  if (lane < min(stages, STAGES - HELD)) own.ask(sh, a, part, lane);
-  __syncwarp();
-  if (stages > STAGES - HELD) wait_for_inputs();
-  if (lane >= STAGES - HELD && lane < min(stages, STAGES)) own.ask(sh, a, part, lane);
-  __syncwarp();
-  Stage next(part, STAGES);
-  u32 parity = 0;
+  int slot = 0, team = 0, tile = 0, unit = 0;
+  u32 parity = 1;
 #pragma unroll 1
-  for (int i = STAGES, slot = 0; i < stages; i++) {
-    barrier_wait(&sh.empty[slot], parity);
-    if (lane == 0) next.ask(sh, a, part, slot);
-    next.step(part);
+  for (int i = 0; i < part.count * TURNS * TEAMS; i++) {
+    if (i == STAGES - HELD) wait_for_inputs();
+    if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
+    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.first_unit + unit + team * TEAM;
+    const int units = part.left(unit + team * TEAM, TEAM);
+    copy_begin(&sh.full[slot], units * (UNIT_BYTES + RECORD_BYTES), lane);
+    if (units) {
+      copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, units * UNIT_BYTES, &sh.full[slot], lane);
+      if (!QUANTIZED) copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, units * RECORD_BYTES, &sh.full[slot], lane);
+    }
+    if (++team == TEAMS) team = 0, tile++;
+    if (tile == part.count) tile = 0, unit += WARPS;
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   if (turns && lane == 0) count_up(turns + 1);
@@ -245,7 +226,7 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&n
   for (int i = 0; i < SETS * OWN_HALVES; i++) {
     const int row = i / OWN_HALVES * 8 + row_of(lane), own = i % OWN_HALVES;
     uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < rows && place.there) x = input_load((const uint4*)(a.x + (size_t)row * KDIM) + place.unit * 16 + half_of(own, lane) * 4 + lane % 4);
+    if (row < rows && place.there) x = ((const uint4*)(a.x + (size_t)row * KDIM))[place.unit * 16 + half_of(own, lane) * 4 + lane % 4];
     if (NORM) x = weighed(x, norm[i % NORMS], squares);
     u32(&to)[2 * OWN_HALVES][2] = all[i / OWN_HALVES];
     to[own * 2][0] = x.x, to[own * 2][1] = x.y, to[own * 2 + 1][0] = x.z, to[own * 2 + 1][1] = x.w;

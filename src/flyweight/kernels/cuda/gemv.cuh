@@ -374,26 +374,15 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
   };
   u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
   if (turns) await_turn(turns, lane);
-  auto ask = [&](int i, int slot, int lane) {
+  for (int i = 0; i < stages; i++) {
+    if (i == known * TILE_STAGES) learn();
+    if (i == STAGES - HELD) await_inputs(i);
+    if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
     const Stage s = stage_of(i);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
     copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
     if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
     copy_end(&sh.full[slot]);
-  };
-  for (int i = 0; i < stages; i++) {
-    if (i == known * TILE_STAGES) learn();
-    if (i == STAGES - HELD) await_inputs(i);
-#if IN_REGISTERS
-    if (HELD && i == STAGES - HELD) {  // each by a lane of its own: one alone is slow beside warps that are busy with x
-      if (lane < min(HELD, stages - i)) ask(i + lane, i + lane, 0);
-      __syncwarp();
-      i += HELD - 1, slot = 0, parity ^= 1;
-      continue;
-    }
-#endif
-    if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    ask(i, slot, lane);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   if (turns && lane == 0) count_up(turns + 1);

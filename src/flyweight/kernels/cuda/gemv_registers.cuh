@@ -17,9 +17,6 @@
 #ifndef SPREAD
 #define SPREAD 1
 #endif
-#ifndef UNITS_AT_ONCE
-#define UNITS_AT_ONCE 1
-#endif
 #include "codes.cuh"
 
 constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
@@ -27,7 +24,6 @@ constexpr bool SHRUNK = FP16 && NORM;  // x times the norm's weights may be too 
 static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS > 1 && ROWS <= 8, "what this is for");
 typedef float accumulator;
 constexpr int OWN_HALVES = 4 / SPREAD;  // of blocks, that a lane has of a unit
-constexpr int AT_ONCE_UNITS = UNITS_AT_ONCE < STAGE_TURNS ? UNITS_AT_ONCE : STAGE_TURNS;
 static_assert(SPREAD == 1 || ROWS <= 4, "a row has SPREAD columns");
 
 struct Inputs {
@@ -98,25 +94,29 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
     const int turn = i / OWN_HALVES, row = row_of(g);
     const int piece = slice.first * 8 + unit_of(turn, warp) * 16 + half_of(i % OWN_HALVES, g) * 4 + t;
     const bool exists = row < rows && piece < KDIM / 8 && unit_exists(turn, warp, slice);
-    const uint4 x = exists ? input_load((const uint4*)(a.x + (size_t)row * KDIM) + piece) : make_uint4(0, 0, 0, 0);
+    const uint4 x = exists ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
     u32(&to)[2][2] = in.x[turn][i % OWN_HALVES];
     to[0][0] = x.x, to[0][1] = x.y, to[1][0] = x.z, to[1][1] = x.w;
   }
   if (NORM) weigh_inputs(sh, in, slice, warp, lane);
-  float sum[TURNS][4] = {};
+  constexpr int SUMS_AT_ONCE = SPREAD > 1 ? TURNS : 1;  // additions of a turn wait for each other; x of eight rows leaves no registers
 #pragma unroll
-  for (int j = 0; j < 2 * OWN_HALVES; j++)
+  for (int first = 0; first < TURNS; first += SUMS_AT_ONCE) {
+    float sum[SUMS_AT_ONCE][4] = {};
 #pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {  // side by side: additions of a turn wait for each other
-      u32(&x)[2] = in.x[turn][j / 2][j % 2];
-      mma16<FP16>(sum[turn], ONES, 0, ONES, 0, x[0], x[1]);
-      const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart
-      x[1] = __byte_perm(x[0], x[1], 0x7632), x[0] = even;
-    }
+    for (int j = 0; j < 2 * OWN_HALVES; j++)
 #pragma unroll
-  for (int turn = 0; turn < TURNS; turn++)
-    if (g == 0 && unit_exists(turn, warp, slice))
-      *(float2*)&sh.sums[unit_of(turn, warp)][2 * t] = make_float2(sum[turn][0], sum[turn][1]);
+      for (int n = 0; n < SUMS_AT_ONCE; n++) {
+        u32(&x)[2] = in.x[first + n][j / 2][j % 2];
+        mma16<FP16>(sum[n], ONES, 0, ONES, 0, x[0], x[1]);
+        const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart
+        x[1] = __byte_perm(x[0], x[1], 0x7632), x[0] = even;
+      }
+#pragma unroll
+    for (int n = 0; n < SUMS_AT_ONCE; n++)
+      if (g == 0 && unit_exists(first + n, warp, slice))
+        *(float2*)&sh.sums[unit_of(first + n, warp)][2 * t] = make_float2(sum[n][0], sum[n][1]);
+  }
   named_barrier(1, THREADS);
   if (NORM && threadIdx.x < ROWS)  // seen by all after their next meeting
     sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);
@@ -128,34 +128,26 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
                            accumulator (&total)[1][COLUMN_TILES][4], int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int first = 0; first < STAGE_TURNS; first += AT_ONCE_UNITS) {
-    float acc[AT_ONCE_UNITS][2][4] = {};  // two chains of additions each
+  for (int i = 0; i < STAGE_TURNS; i++) {
+    const int turn = start / STAGE_BLOCKS * STAGE_TURNS + i, unit = i * WARPS + warp, block = start + 2 * unit;
+    if (!unit_exists(turn, warp, slice)) break;
+    float acc[2][4] = {};  // two chains of additions
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const int half = j % 2, step = j / 2 % 2, b = j / 4, shift = FORMAT == INT4 ? 4 * half : 0;
-#pragma unroll
-      for (int n = 0; n < AT_ONCE_UNITS; n++) {
-        const int i = first + n, turn = start / STAGE_BLOCKS * STAGE_TURNS + i, unit = i * WARPS + warp;
-        if (i >= STAGE_TURNS || !unit_exists(turn, warp, slice)) continue;
-        const uint4 q = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane + (FORMAT == INT8 ? 32 * half : 0)];
-        const u32 low = (step ? q.z : q.x) >> shift, high = (step ? q.w : q.y) >> shift;
-        const u32(&x)[2] = in.x[turn][SPREAD > 1 ? b : 2 * b + half][step];
-        mma16<FP16>(acc[n][half], weights_of(low), weights_of(high), weights_of(low >> 8), weights_of(high >> 8), x[0], x[1]);
-      }
+      const uint4 q = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane + (FORMAT == INT8 ? 32 * half : 0)];
+      const u32 first = (step ? q.z : q.x) >> shift, second = (step ? q.w : q.y) >> shift;
+      const u32(&x)[2] = in.x[turn][SPREAD > 1 ? b : 2 * b + half][step];
+      mma16<FP16>(acc[half], weights_of(first), weights_of(second), weights_of(first >> 8), weights_of(second >> 8), x[0], x[1]);
     }
+    const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+    const float2 sum = *(const float2*)&sh.sums[block / 2][2 * t];
 #pragma unroll
-    for (int n = 0; n < AT_ONCE_UNITS; n++) {
-      const int i = first + n, turn = start / STAGE_BLOCKS * STAGE_TURNS + i, block = start + 2 * (i * WARPS + warp);
-      if (i >= STAGE_TURNS || !unit_exists(turn, warp, slice)) continue;
-      const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
-      const float2 sum = *(const float2*)&sh.sums[block / 2][2 * t];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const u32 record = records[g + j / 2 * 8];
-        const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
-        const float products = SPREAD == 1 ? acc[n][0][j] + acc[n][1][j] : t < 2 ? acc[n][0][j] : acc[n][1][j];
-        total[0][0][j] += scale * (products + offset_of(record) * (j % 2 ? sum.y : sum.x));
-      }
+    for (int j = 0; j < 4; j++) {
+      const u32 record = records[g + j / 2 * 8];
+      const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
+      const float products = SPREAD == 1 ? acc[0][j] + acc[1][j] : t < 2 ? acc[0][j] : acc[1][j];
+      total[0][0][j] += scale * (products + offset_of(record) * (j % 2 ? sum.y : sum.x));
     }
   }
 }

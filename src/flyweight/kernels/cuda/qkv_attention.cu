@@ -30,11 +30,11 @@
 // token takes all of the sequence's new ones, `before` + 1 of them, from shared memory: it makes their keys and values for itself
 // from the mailbox, and stores those of its own row alone. Other runs end where the new tokens begin.
 //
-// TOGETHER: a CTA takes as many rows of a sequence at once as have room in so many columns of products, 8 or 16, so K and V pass
-// through registers once for them, and runs are as much longer than those of a row alone as there are fewer parts of the step than rows.
-// A row does not see the new tokens behind it. A CTA makes and hands over so many more results; 32 columns were slower.
+// TOGETHER: a CTA takes as many rows of a sequence at once as have room in the 8 columns of a product, so K and V pass through
+// registers once for them, and runs are as much longer than those of a row alone as there are fewer parts of the step than rows. A row
+// does not see the new tokens behind it. A CTA makes and hands over so many more results; all rows of a sequence at once were slower.
 //
-//      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 | …      a part of the step: TAKEN = 2 rows of 8 columns, 4 of 16
+//      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 |        a part of the step: TAKEN = 2 rows
 //
 // ITEMS: where more than 8 query heads share a kv head, its CTAs attend in as many equal parts, G query heads each. They share out the
 // tiles of the linear all the same. All make the newest key and value for themselves, and the first part alone stores them.
@@ -49,9 +49,6 @@
 #endif
 #ifndef GATED
 #define GATED 0
-#endif
-#ifndef EARLY
-#define EARLY 1
 #endif
 #ifndef CHUNK
 #define CHUNK 1
@@ -73,8 +70,8 @@ constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = ((1 + GATED) * SHARING +
 constexpr int FIRST_QUERY = GATED * HEADS;    // among the heads that the linear makes: gates, queries, keys, values
 constexpr int ITEM_CTAS = HEAD_CTAS / ITEMS;  // that attend with the same query heads
 constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a row, at most
-constexpr int TAKEN = !TOGETHER ? 1 : CHUNK < TOGETHER / G ? CHUNK : TOGETHER / G;  // rows that a CTA takes at once
-constexpr int QUERIES = TAKEN * G, PRODUCTS = (QUERIES + 7) / 8;  // columns, and the products that have them
+constexpr int TAKEN = !TOGETHER ? 1 : CHUNK < 8 / G ? CHUNK : 8 / G;  // rows that a CTA takes at once
+constexpr int QUERIES = TAKEN * G;
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
 constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
@@ -85,17 +82,15 @@ constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / K
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
-constexpr bool EARLY_TOKENS =  // the first tiles come where weights were, while the last of these are multiplied
-    EARLY && !OWN_COPIES && !KV8 && KNOWN && LANES * DEPTH < 32 && LANES * DEPTH * KV_TILE <= STAGES * STAGE_BYTES;
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
-constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS < 2 ? TASKS : 2;
+constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
 constexpr int RESULTS_AT_ONCE =  // that a thread adds up
     TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : OWN_COPIES && QUERIES * HEAD_DIM >= 2 * THREADS ? 2 : 1;
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
-static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && PRODUCTS <= (KV8 ? 1 : 2), "a lane leaves its results where its tokens were");
+static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
 static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
@@ -137,7 +132,6 @@ struct Parts {
 };
 #else
 struct Parts {
-  static constexpr int count = ROWS, splits = SPLITS;
   DEVICE Part part(int length, const int* before, int row) const {
     const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
     return {row, 1, length - 1 - back, back + 1};
@@ -145,9 +139,11 @@ struct Parts {
 };
 #endif
 
+// Of a part's results, four each, where those begin that a run's CTA gathers.
+DEVICE int quad_of(const Part& part, const Run& run, int split) { return split * (part.rows * G * HEAD_DIM / 4) / run.used; }
+
 // What a CTA takes of a step: a run of a part, and the same of the parts `step` further on. Made ahead of the linear, since it takes a
 // dozen divisions.
-DEVICE int quad_of(const Part& part, const Run& run, int split) { return split * (part.rows * G * HEAD_DIM / 4) / run.used; }
 struct Share {
   Part part;
   Run run;
@@ -164,7 +160,6 @@ struct __align__(128) Shared {
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
 #endif
-  u64 arrived[LANES * DEPTH];  // EARLY_TOKENS: of a lane, tile after tile
   Share share;
   int places[KNOWN ? KNOWN : 1], slots[CHUNK];  // in the cache: of the first tiles of our first run, of its part's new tokens
 };
@@ -242,43 +237,6 @@ DEVICE void look_up(Shared& sh, const Attention& a, Share share, int lane) {
   const int token = share.run.begin + lane * 16;
   if (lane < KNOWN && token < share.run.end) sh.places[lane] = (int)slot_of(a, share.part.first, token);
   if (lane < share.part.fresh) sh.slots[lane] = (int)slot_of(a, share.part.row_of(lane), share.part.older + lane);
-}
-
-// By the producer warp once it has asked for its last weights: the first tiles of our first run, each as soon as all warps have done with
-// the stages that lie where it comes. `place`: in the cache, of the tile that this lane's number says. Bulk copies are of no use for rows of
-// 256 bytes: an SM begins one in some 60 cycles.
-DEVICE void fetch_early(Shared& sh, const Attention& a, const Share& share, int place, int stages, int head, int lane) {
-  const int tokens = share.exists() ? share.run.end - share.run.begin : 0, tiles = min((tokens + 15) / 16, LANES * DEPTH);
-  u32 done = 0;  // stages of the ring that are free
-#pragma unroll 1
-  for (int stage = max(stages - STAGES, 0) - 1, asked = 0; asked != (1 << tiles) - 1; stage++) {
-    if (stage < max(stages - STAGES, 0)) {
-      done = (1 << STAGES) - (1 << min(stages, STAGES));
-    } else {
-      barrier_wait(&sh.linear.empty[stage % STAGES], stage / STAGES & 1);
-      done |= 1 << stage % STAGES;
-    }
-#pragma unroll 1
-    for (int tile = 0; tile < tiles; tile++) {
-      const int slot = tile % LANES * DEPTH + tile / LANES, begin = slot * KV_TILE;
-      const int under = (2 << (begin + KV_TILE - 1) / STAGE_BYTES) - (1 << begin / STAGE_BYTES);
-      if (asked >> tile & 1 || (done & under) != under) continue;
-      asked |= 1 << tile;
-      const int count = min(16, tokens - tile * 16), first = __shfl_sync(~0u, place, tile);
-      constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
-      const u32 to = shared_address(sh.linear.ring[0]) + begin + lane % CHUNKS * 16;
-#pragma unroll
-      for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS)
-        if (row < count) {
-          const size_t at = ((size_t)(first + row) * KV_HEADS + head) * HEAD_DIM + lane % CHUNKS * EACH;
-          copy16(to + row * KV_ROW, a.keys + at);
-          copy16(to + SCALES / 2 + row * KV_ROW, a.values + at);
-        }
-      copy_arrive(&sh.arrived[slot]);
-    }
-  }
-  copy_group();
-  copy_wait<0>();  // before this warp is gone
 }
 
 // Heads of q, k or v, by one warp: waited for together, then normed, rotated and rounded to 16 bits.
@@ -449,56 +407,46 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
 DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
 #else
 DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
-DEVICE void absorb(Softmax (&run)[PRODUCTS], const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
   const int g = lane / 4, t = lane % 4, count = tokens.count;
-  float score[PRODUCTS][2][4] = {};  // two chains of additions
+  float score[2][4] = {};  // two chains of additions
   keys += min(lane % 16, count - 1) * KV_ROW + lane / 16 * 16;
+  query += min(g, QUERIES - 1) * QUERY_ROW + 2 * t;
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++) {
     const uint4 a = load_matrices<false>(keys + k * 32);
-#pragma unroll
-    for (int n = 0; n < PRODUCTS; n++) {
-      const u16* q = query + min(8 * n + g, QUERIES - 1) * QUERY_ROW + 2 * t + k * 16;
-      mma16<FP16>(score[n][k % 2], a.x, a.y, a.z, a.w, *(const u32*)q, *(const u32*)(q + 8));
-    }
+    mma16<FP16>(score[k % 2], a.x, a.y, a.z, a.w, *(const u32*)(query + k * 16), *(const u32*)(query + k * 16 + 8));
   }
-  float fade[PRODUCTS][2];
-  u32 weights[PRODUCTS][2];
+  float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
-  for (int n = 0; n < PRODUCTS; n++) {
-    float most[2] = {run[n].most[0], run[n].most[1]}, sum[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 8 n + 2 t + j % 2
-      const float whole = (score[n][0][j] + score[n][1][j]) * scale;
-      sum[j] = tokens.seen(g + j / 2 * 8, 8 * n + 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
-      most[j % 2] = fmaxf(most[j % 2], sum[j]);
-    }
-#pragma unroll
-    for (int o = 4; o < 32; o <<= 1)
-#pragma unroll
-      for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-    u32 pair[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      fade[n][j] = exp2_fast(run[n].most[j] - most[j]);
-      run[n].most[j] = most[j];
-      pair[j] = pack2(exp2_fast(sum[2 * j] - most[0]), exp2_fast(sum[2 * j + 1] - most[1]));
-    }
-    // the sum counts what is multiplied: the rounded weights
-    run[n].sum[0] = run[n].sum[0] * fade[n][0] + low_float(pair[0]) + low_float(pair[1]);
-    run[n].sum[1] = run[n].sum[1] * fade[n][1] + high_float(pair[0]) + high_float(pair[1]);
-    weights[n][0] = transpose8(pair[0]), weights[n][1] = transpose8(pair[1]);
+  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
+    const float whole = (score[0][j] + score[1][j]) * scale;
+    score[0][j] = tokens.seen(g + j / 2 * 8, 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
+    most[j % 2] = fmaxf(most[j % 2], score[0][j]);
   }
+#pragma unroll
+  for (int o = 4; o < 32; o <<= 1)
+#pragma unroll
+    for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+  u32 pair[2];
+  float fade[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    fade[j] = exp2_fast(run.most[j] - most[j]);
+    run.most[j] = most[j];
+    pair[j] = pack2(exp2_fast(score[0][2 * j] - most[0]), exp2_fast(score[0][2 * j + 1] - most[1]));
+  }
+  // the sum counts what is multiplied: the rounded weights
+  run.sum[0] = run.sum[0] * fade[0] + low_float(pair[0]) + low_float(pair[1]);
+  run.sum[1] = run.sum[1] * fade[1] + high_float(pair[0]) + high_float(pair[1]);
+  const u32 b0 = transpose8(pair[0]), b1 = transpose8(pair[1]);
   values += min(lane / 16 * 8 + lane % 8, count - 1) * KV_ROW + lane / 8 % 2 * 16;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 8 n + 2 t + j % 2
+  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 2 t + j % 2
     const uint4 a = load_matrices<true>(values + i * 32);
 #pragma unroll
-    for (int n = 0; n < PRODUCTS; n++) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) run[n].values[i][j] *= fade[n][j % 2];
-      mma16<FP16>(run[n].values[i], a.x, a.y, a.z, a.w, weights[n][0], weights[n][1]);
-    }
+    for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
+    mma16<FP16>(run.values[i], a.x, a.y, a.z, a.w, b0, b1);
   }
 }
 #endif
@@ -543,14 +491,9 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
     if (DIM_PARTS == 1) __syncwarp();
     else named_barrier(2 + index, DIM_PARTS * 32);
   };
-  const bool early = EARLY_TOKENS && known;
   if (index < LANES)
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
-      if (early) {
-        copy_group();
-        continue;
-      }
       if (KNOWN) place = place_of(index + i * LANES);
       fetch(index + i * LANES, i);
     }
@@ -560,22 +503,19 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
 
   const int dims = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
-  Softmax run[PRODUCTS];
-#pragma unroll
-  for (int n = 0; n < PRODUCTS; n++) run[n] = {{LOWEST, LOWEST}};
+  Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
   for (int tile = index; tile < tiles; tile += LANES) {
-    const bool old = tile < older;
-    if (early && old && tile < LANES * DEPTH) barrier_wait(&sh.arrived[index * DEPTH + slot], 0);
     copy_wait<DEPTH - 1>();
     meet();
+    const bool old = tile < older;
     const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.newest[0]);
     const u32 values = old ? keys + SCALES / 2 : shared_address(sh.newest[1]);
     const Tokens tokens = {old ? min(16, end - begin - tile * 16) : fresh, begin + tile * 16, old ? -1 : part.fresh - part.rows,
                            part.length() - part.rows + 1 - WINDOW};
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
-    absorb(run[0], sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
+    absorb(run, sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
 #else
     absorb(run, sh.query[0], keys, values + dims, tokens, a.scale, a.soft_cap, lane);
 #endif
@@ -586,17 +526,15 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
 #pragma unroll
-  for (int c = 0; c < 2 * PRODUCTS; c++) {
-    const int own = c / 2 * 8 + lane % 4 * 2 + c % 2;
-    const Softmax& mine = run[c / 2];
-    float sum = mine.sum[c % 2];
+  for (int j = 0; j < 2; j++) {
 #pragma unroll
-    for (int o = 4; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
+    const int own = lane % 4 * 2 + j;
     if (own < QUERIES) {
       float* state = states + own * STATE;
 #pragma unroll
-      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = mine.values[i / 2][i % 2 * 2 + c % 2];
-      if (dims == 0 && lane < 4) state[HEAD_DIM] = mine.most[c % 2], state[HEAD_DIM + 1] = sum;
+      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
+      if (dims == 0 && lane < 4) state[HEAD_DIM] = run.most[j], state[HEAD_DIM + 1] = run.sum[j];
     }
   }
   return min(LANES, tiles);
@@ -637,7 +575,7 @@ DEVICE float sunk(const Attention& a, int h, float most) {
   return SINKS ? exp2_fast(to_float(a.sinks[h]) * 1.4426950408889634f - most) : 0.f;
 }
 
-// This CTA's share of the outputs of `rows` rows of its head, from the states of all runs; `states` is the first one's. Runs sit side
+// Outputs of `rows` rows of this CTA's head, four each from `begin` to `last`, from the states of all runs; `states` is the first one's. Runs sit side
 // by side in the lanes of a warp, four outputs in each. `gates` and `out`: of the first row.
 DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int begin, int last, int used, int warp,
                    int lane) {
@@ -744,23 +682,12 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   };
   auto part_at = [&](int index) { return lengths[index] ? Parts().part(lengths[index], before, index) : Part{}; };
 #endif
-  Share ahead;
-  int place = 0;
-  auto early = [&] {
-    ahead = first_share();
-    prefetch(a, ahead, head, lane);
-    const int token = ahead.run.begin + lane * 16;
-    if (EARLY_TOKENS && ahead.exists() && token < ahead.run.end) place = (int)slot_of(a, ahead.part.first, token);
-  };
+  auto early = [&] { prefetch(a, first_share(), head, lane); };
   auto meanwhile = [&] {
     if (warp == 0) look_up(sh, a, first_share(), lane);
   };
-  if (EARLY_TOKENS && threadIdx.x < LANES * DEPTH) barrier_init(&sh.arrived[threadIdx.x], 32);
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
-              blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) {
-    if (EARLY_TOKENS && warp == WARPS) fetch_early(sh, a, ahead, place, (last - first) * TILE_STAGES, head, lane);
-    return;
-  }
+              blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) return;
 
   if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER

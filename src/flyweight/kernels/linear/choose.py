@@ -71,8 +71,6 @@ class Fusion:
 
 
 PLAIN = Fusion()
-REGISTER_ROWS = 4
-REGISTER_TILES = 0
 
 
 def scaled_rows(matrix: Matrix, rows: int, device: Gpu) -> int:
@@ -116,11 +114,6 @@ def choose(weight: TiledWeight, rows: int, device: Gpu, fusion: Fusion = PLAIN) 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion) -> Choice:
-    tiles = weight.matrix.tiles
-    if fusion.beside and rows <= REGISTER_ROWS and tiles <= REGISTER_TILES * device.processors:
-        plan = gemv_plan.registers_beside_plan(weight.matrix, rows, device)
-        if plan is not None:
-            return Choice("gemv_beside", "x of few rows stays in registers of one CTA")
     if fusion.beside and _runnable("gemv_cluster", weight, rows, device, fusion):
         return Choice("gemv_cluster", "all linears of a layer leave each other room")
     wanted = route(weight.matrix, rows, device, residual=fusion.residual, gated=weight.interleaved)

@@ -108,12 +108,6 @@ def defines(
         "SLOTS": chosen.slots,
         "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
-        **(
-            {"UNITS_AT_ONCE": gemv_plan.UNITS_AT_ONCE}
-            if chosen.in_registers and gemv_plan.UNITS_AT_ONCE > 1
-            else {}
-        ),
-        **({"X_PAST": gemv_plan.X_PAST} if chosen.in_registers and gemv_plan.X_PAST else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **({"HELD_INPUTS": 1} if chosen.held_inputs else {}),
@@ -137,7 +131,6 @@ def multiply(
     residual: Tensor | None = None,
     pdl: bool = True,
     alone: bool = False,
-    beside: bool = False,
     one: OneRow = PLAIN_ROW,
 ) -> Tensor:
     """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up:
@@ -161,7 +154,6 @@ def multiply(
         tiles=tiles,
         more=more,
         alone=alone,
-        attends=True if beside else None,
         lone_row=rows == 1 and not adapted,
     )
     if chosen is None:
@@ -200,7 +192,7 @@ def multiply(
         residual,
         out,
         norm.epsilon if norm else 0.0,
-        tickets(weight, rows, x.device, beside=beside),
+        tickets(weight, rows, x.device),
         mail,
         *(adapted.arguments if adapted else ()),
     )

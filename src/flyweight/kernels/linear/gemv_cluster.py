@@ -31,7 +31,6 @@ MOST_WARPS = 16
 MOST_STAGES = 15  # a barrier of the hardware for each
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
-WHOLE_LATE: int | None = None  # `late`, where a ring holds all weights
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
 
 
@@ -103,8 +102,6 @@ def choose(matrix: Matrix, rows: int, device: Gpu, *, beside: bool = False) -> C
     limit = device.shared_beside(RESERVED_BESIDE)
     stages = min(rounds * warps // team, MOST_STAGES, (limit - others) // (team * unit + 16))
     late = min(ring.late * warps // team, stages - 1)
-    if beside and turns == 1 and stages * team >= tiles * warps and WHOLE_LATE is not None:
-        late = min(WHOLE_LATE * warps // team, stages - 1)
     # a stage for each team, and one to fetch ahead where there is more to fetch
     enough = stages * team > min(warps, (tiles * turns - 1) * warps)
     return Choice(sets, warps, team, tiles, stages, late) if enough else None
@@ -185,7 +182,6 @@ def multiply(
             "BIAS": int(weight.bias is not None),
             **({"BESIDE": 1} if beside else {}),
             "SETS": chosen.sets,
-            **({"X_PAST": gemv_plan.X_PAST} if gemv_plan.X_PAST else {}),
             **({} if weight.format.quantizes_input else gemv_plan.spread(rows)),
             "WARPS": chosen.warps,
             "TEAM": chosen.team,

@@ -69,8 +69,6 @@ REGISTER_WARPS = 8
 REGISTER_UNITS = 4
 # Up to so many rows in registers have two columns of a product each, and share out their inputs
 SPREAD_ROWS = 4
-X_PAST = 0
-UNITS_AT_ONCE = 1
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -259,12 +257,6 @@ def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gp
     wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=warps, slots=slots)
     found = plan_beside(matrix, rows, wanted, device)
     return found and dataclasses.replace(found, beside=True)
-
-
-def registers_beside_plan(matrix: Matrix, rows: int, device: Gpu) -> Plan | None:
-    tiles = math.ceil(matrix.tiles / device.processors)
-    found = fitting_plan(matrix, rows, device, tiles=tiles, attends=True)
-    return found if found is not None and found.beside else None
 
 
 @functools.cache

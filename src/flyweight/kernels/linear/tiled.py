@@ -122,7 +122,7 @@ class TiledLinear(FusedLinear):
         if numbers.cluster_layer_ring is None or activation != self.weight.activation:
             return False
         chosen = self.choose(rows, norm=norm, residual=residual, beside=True)
-        return chosen.kernel in ("gemv_cluster", "gemv_beside")
+        return chosen.kernel == "gemv_cluster"
 
     def fetch_early(self) -> None:
         self.weight = dataclasses.replace(self.weight, early=True)
@@ -286,8 +286,6 @@ class TiledLinear(FusedLinear):
             return gemv_cluster.multiply(
                 weight, x, out, norm=norm, residual=residual, beside=beside
             )
-        if kernel == "gemv_beside":
-            return gemv.multiply(weight, x, out, norm=norm, residual=residual, beside=True)
         return MULTIPLY[kernel](weight, x, out, norm=norm, residual=residual)
 
     def _via_cublas(
