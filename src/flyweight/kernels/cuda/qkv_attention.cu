@@ -575,8 +575,8 @@ DEVICE float sunk(const Attention& a, int h, float most) {
   return SINKS ? exp2_fast(to_float(a.sinks[h]) * 1.4426950408889634f - most) : 0.f;
 }
 
-// Outputs of `rows` rows of this CTA's head, four each from `begin` to `last`, from the states of all runs; `states` is the first one's. Runs sit side
-// by side in the lanes of a warp, four outputs in each. `gates` and `out`: of the first row.
+// Outputs of `rows` rows of this CTA's head, four each from `begin` to `last`, from the states of all runs; `states` is the first one's.
+// Runs sit side by side in the lanes of a warp, four outputs in each. `gates` and `out`: of the first row.
 DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int begin, int last, int used, int warp,
                    int lane) {
   const int quads = rows * G * HEAD_DIM / 4;
