@@ -7,7 +7,6 @@ import torch
 from tiny_model import TEXT, make_tiny_model
 
 from flyweight import LLM
-from flyweight.checkpoint.reader import Checkpoint
 from flyweight.errors import FlyweightError
 from flyweight.kernels.native import library
 from flyweight.models import native
