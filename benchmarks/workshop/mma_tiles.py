@@ -201,7 +201,7 @@ def main() -> None:
         overlap=dependent_launch.enabled,
     )
     if options.vllm_library:
-        peers.load_library(str(options.vllm_library))
+        peers.load_library(options.vllm_library)
     for trial in few_trials() if options.few else trials(ragged=options.compile):
         if time.monotonic() - began > options.seconds:
             print(f"no time for {trial}")

@@ -122,19 +122,18 @@ def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -
 
 def aligned(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> int:
     """So many thread blocks that each has a part of one tile only, where the longest part is no
-    longer than with all of them; else all. Fewer hand sums over for a tile,
-    and their owner asks for them one after the other. Where the next kernel begins on the
-    multiprocessors that are free it is all of them: it would begin on those without a part, and
-    not spread over all.
+    longer than with all of them; else all. Fewer hand sums over for a tile, and their owner asks
+    for them one after the other. Where the next kernel begins on the multiprocessors that are free
+    it is all of them: it would begin on those without a part, and not spread over all.
     """
     slots = cut.grid(device.processors)
-    if cut.tile.beside:
-        return slots
     tiles = math.ceil(matrix.out_features / cut.tile.outputs) * math.ceil(rows / cut.tile.tokens)
     each = slots // tiles  # of a tile
+    if cut.tile.beside or not each:
+        return slots
     stages = matrix.blocks // cut.stage_blocks
     longest = math.ceil(tiles * stages / slots)
-    return each * tiles if each and math.ceil(stages / each) <= longest else slots
+    return each * tiles if math.ceil(stages / each) <= longest else slots
 
 
 def loads_ahead(matrix: Matrix, tile: MmaTile, count: int) -> bool:
