@@ -67,8 +67,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   BEGIN_LAUNCH;
   launch_dependents();
-  // Where no launch is in front, x is there already: asked for behind a whole book it would come as late as that.
-  const bool x_first = nothing_in_front();
+  // Where no launch is in front, x is there already: asked for behind a large book it would come as late as that. (With 64 KB the book
+  // is later for it, and two CTAs on an SM have no registers to spare.)
+  const bool x_first = RESIDENT == 1 && BOOK_BYTES > 65536 && nothing_in_front();
   if (!x_first) stage_book(shared, part.book, &barrier);
 
   const int row_blocks = (part.outputs + length - 1) / length;
