@@ -82,6 +82,7 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 #include "fragments.cuh"
 #include "segments.cuh"
 #include "gemm_results.cuh"
+#include "mma_results.cuh"
 
 // The copies of a stage, shared out over all threads.
 struct Source {
@@ -504,7 +505,11 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
     }
     if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(sums, mail, (unit - 1) / STAGE_COUNT, n_tiles);
 #pragma unroll
-    for (int m = 0; m < PER_WARP; m++) {
+    for (int m = 0; m < PER_WARP; m += IN_LINES ? TOGETHER_TILES : 1) {
+      if constexpr (IN_LINES) {
+        write_lines(sums, m, s, first_tile, first_column, channel_scale, row_scale, bias, residual, Y, rows, lane);
+        continue;
+      }
       const Ends<COLUMNS> ends(s, first_column, channel_scale, row_scale, bias, residual, rows, first_tile + m, lane);
       write_tile<COLUMNS>(sums[m], ends, s, first_column, Y, rows, groups, first_tile + m, lane);
     }

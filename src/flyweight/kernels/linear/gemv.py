@@ -50,7 +50,9 @@ def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> in
     stage = chosen.stage_blocks * form.block_bytes
     missing = tuned.of(device).formats[form.name].gemv_on_way - chosen.stages * stage
     registers = min(MOST_REGISTERS, REGISTERS // (2 * chosen.threads)) - PRODUCT_REGISTERS
-    share = stage // chosen.warps // 128  # registers of a lane, and those of two scales for each unit
+    share = (
+        stage // chosen.warps // 128
+    )  # registers of a lane, and those of two scales for each unit
     each = share + (2 * chosen.own_units if form.grouped else 0)
     return max(0, min(math.ceil(missing / stage), registers // each))
 

@@ -63,8 +63,8 @@ class FormatNumbers:
     expert_rows: int
     gemv_late_stages: int | None = None
     ticket_rows: int = 0
-    # of one row's weights, on their way to an SM where launches overlap by counters: what the ring has
-    # no room for comes into registers
+    # bytes of one row's weights on their way to an SM where launches overlap by counters: what the
+    # ring has no room for comes into registers
     gemv_on_way: int = 0
     attention_rows: int = NEVER
     splitk_cycles: tuple[float, float] | None = None
