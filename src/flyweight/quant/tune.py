@@ -9,7 +9,7 @@ what the original does.
 No gradient outlives its block: memory holds the packed weights, the hidden states of one batch and
 one dense block (or the graphs of all blocks, where a GPU has room: then nothing is run again). With
 `rounding` codes move too (movable.py). Some samples are held out; the result is kept only if their
-loss falls.
+loss falls. On a GPU a step is one launch (captured.py).
 
 `tune_block` does the same to one block alone, towards the output of the original's block, before
 the blocks behind it are solved: those then see inputs that are nearer to the original's.
@@ -28,6 +28,7 @@ from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage
 from flyweight.quant.cache import ActivationCache
+from flyweight.quant.captured import Captured
 from flyweight.quant.movable import FIELDS, Movable, Part
 from flyweight.quant.rounding import SAME_GRADIENTS, output_error, trainable
 from flyweight.quant.statistics import matmul_precision
@@ -76,14 +77,19 @@ class TunedBlock:
             *self.norms.values(),
             *(field for part in self.parts.values() for field in part.moves.values()),
         ]
-        groups = [{"params": [field.move for field in moving]}]
         codes = [
             part.codes for part in self.parts.values() if part.moving and part.codes is not None
         ]
-        if codes:
-            groups.append({"params": codes})
+        on_gpu = work.device.type == "cuda"
         self.adam = torch.optim.Adam(
-            groups, lr=settings.rate, betas=(0.9, 0.95), fused=work.device.type == "cuda"
+            [  # rates lie on the device, where a captured step reads them
+                {"params": params, "lr": torch.zeros((), device=work.device)}
+                for params in ([field.move for field in moving], codes)
+                if params
+            ],
+            betas=(0.9, 0.95),
+            fused=on_gpu,
+            capturable=on_gpu,
         )
 
         self.block = trainable(work)
@@ -118,7 +124,7 @@ class TunedBlock:
         return run
 
     def backward(
-        self, x: Tensor, gradient: Tensor, share: float, *, y: Tensor | None = None
+        self, x: Tensor, gradient: Tensor, share: Tensor | float, *, y: Tensor | None = None
     ) -> Tensor:
         """The gradient of the input; parameters have moved by `share` of the first step's rate.
         Without `y`, what `forward` gave with its graph, the block runs once more.
@@ -132,16 +138,19 @@ class TunedBlock:
         assert x.grad is not None
         return x.grad
 
-    def move(self, share: float) -> None:
+    def move(self, share: Tensor | float) -> None:
         """By the gradients that are there."""
         rates = (self.settings.rate, 2 * self.settings.rounding / self.settings.steps)
         for group, rate in zip(self.adam.param_groups, rates, strict=False):
-            group["lr"] = rate * share
+            group["lr"].fill_(share * rate)
         self.adam.step()
-        self.adam.zero_grad()
+        self.forget()
         for part in self.parts.values():
             if part.moving:
                 part.stay_inside()
+
+    def forget(self) -> None:
+        self.adam.zero_grad()
 
     def finish(self) -> None:
         self.work.quantized |= {name: part.result() for name, part in self.parts.items()}
@@ -245,7 +254,13 @@ class Chain:
         return total / count
 
     def step(
-        self, blocks: Sequence[TunedBlock], x: Tensor, wanted: Tensor, share: float, *, keep: bool
+        self,
+        blocks: Sequence[TunedBlock],
+        x: Tensor,
+        wanted: Tensor,
+        share: Tensor | float,
+        *,
+        keep: bool,
     ) -> None:
         """One batch through all blocks and back; with `keep` the graphs of all of them are held,
         else each block runs once more on the way back.
@@ -275,6 +290,23 @@ def graphs_fit(blocks: Sequence[TunedBlock], x: Tensor) -> bool:
         del y
     unused = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
     return needed < (torch.cuda.mem_get_info(x.device)[0] + unused) / 2
+
+
+def steps_of(chain: Chain, blocks: Sequence[TunedBlock], *, keep: bool) -> Callable[..., None]:
+    """`chain.step` as (x, wanted, share) → nothing, captured where the host is not needed in it: it
+    reads which experts tokens go to.
+    """
+
+    def step(x: Tensor, wanted: Tensor, share: Tensor) -> None:
+        chain.step(blocks, x, wanted, share, keep=keep)
+
+    def forget() -> None:
+        for block in blocks:
+            block.forget()
+
+    if any(group.routed for work in chain.works for group in work.groups):
+        return step
+    return Captured(step, forget=forget)
 
 
 @torch.no_grad()
@@ -310,12 +342,13 @@ def tune(
         TunedBlock(work, chain.context, settings, originals(i)) for i, work in enumerate(works)
     ]
     with matmul_precision("high"), SAME_GRADIENTS():
-        keep = graphs_fit(blocks, batch(used[: settings.batch])[0])
+        run = steps_of(chain, blocks, keep=graphs_fit(blocks, batch(used[: settings.batch])[0]))
         for step in range(settings.steps):
             picked = torch.randperm(len(used), generator=generator)[: settings.batch].tolist()
             x, wanted = batch([used[i] for i in picked])
-            chain.step(blocks, x, wanted, 1 - step / settings.steps, keep=keep)
+            run(x, wanted, torch.full((), 1 - step / settings.steps, device=x.device))
             listen(step + 1)
+        del run  # and the memory of its graph
     for block in blocks:
         block.finish()
     after = loss()
