@@ -169,36 +169,39 @@ class Predictions:
         self.head = head
         self.shape = shape  # what a family does to its logits
 
-    def log_probabilities(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(reference.normalize(hidden, self.norm), self.head).float()
-        return torch.log_softmax(self.shape(logits), -1)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.shape(F.linear(reference.normalize(hidden, self.norm), self.head))
 
-    def divergence(
-        self, hidden: Tensor, wanted: Tensor, *, gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """(mean KL over tokens, its gradient by hidden [sequences, tokens, size])"""
+    @torch.no_grad()
+    def divergence(self, hidden: Tensor, wanted: Tensor) -> float:
+        """Mean KL over tokens of hidden [sequences, tokens, size]."""
         total = torch.zeros((), device=hidden.device)
-        parts = []
+        for x, y in self.parts(hidden, wanted):
+            found, target = (self.logits(part).float().log_softmax(-1) for part in (x, y))
+            total += F.kl_div(found, target, reduction="sum", log_target=True)
+        return float(total) / hidden[..., 0].numel()
+
+    def gradient(self, hidden: Tensor, wanted: Tensor) -> Tensor:
+        """Of the mean KL by hidden. By logits it is the difference of the probabilities, so that
+        nothing else of the vocabulary's size is made: such tensors take more time than a block.
+        """
         count = hidden[..., 0].numel()
-        for x, y in zip(
-            hidden.flatten(0, 1).split(ROWS), wanted.flatten(0, 1).split(ROWS), strict=True
-        ):
-            x = x.detach().requires_grad_(gradient)
-            with torch.set_grad_enabled(gradient):
-                loss = (
-                    F.kl_div(
-                        self.log_probabilities(x),
-                        self.log_probabilities(y),
-                        reduction="sum",
-                        log_target=True,
-                    )
-                    / count
-                )
-            total += loss.detach()
-            if gradient:
-                loss.backward()
-                parts.append(x.grad)
-        return total, torch.cat(parts).view_as(hidden) if gradient else None
+        parts = []
+        for x, y in self.parts(hidden, wanted):
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                logits = self.logits(x)
+            pull = torch.softmax(logits.detach(), -1, dtype=torch.float32)
+            pull.sub_(torch.softmax(self.logits(y), -1, dtype=torch.float32)).div_(count)
+            logits.backward(pull.to(logits.dtype))
+            assert x.grad is not None
+            parts.append(x.grad)
+        return torch.cat(parts).view_as(hidden)
+
+    @staticmethod
+    def parts(hidden: Tensor, wanted: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """ROWS tokens at a time."""
+        return zip(*(x.flatten(0, 1).split(ROWS) for x in (hidden, wanted)), strict=True)
 
 
 @torch.no_grad()
@@ -249,7 +252,7 @@ class Chain:
             for work in self.works:
                 x = work.build().forward(x, self.context)
                 work.unpacked.clear()
-            total += len(x) * float(self.predictions.divergence(x, wanted, gradient=False)[0])
+            total += len(x) * self.predictions.divergence(x, wanted)
             count += len(x)
         return total / count
 
@@ -272,9 +275,8 @@ class Chain:
                 y = block.forward(x)
             passed.append((x, y if keep else None))
             x = y
-        gradient = self.predictions.divergence(x, wanted, gradient=True)[1]
+        gradient = self.predictions.gradient(x, wanted)
         for block in reversed(blocks):
-            assert gradient is not None
             x, kept = passed.pop()
             gradient = block.backward(x, gradient, share, y=kept)
 
