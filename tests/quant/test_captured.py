@@ -17,8 +17,9 @@ from flyweight.models.config import ModelConfig
 from flyweight.models.rope import rope_tables
 from flyweight.quant.captured import Captured
 from flyweight.quant.recipe import Recipe
+from flyweight.quant.rounding import SAME_GRADIENTS
 from flyweight.quant.rtn import rtn
-from flyweight.quant.tune import Chain, Predictions, TunedBlock, Tuning, steps_of
+from flyweight.quant.tune import Chain, Predictions, TunedBlock, Tuning, graphs_fit, steps_of
 from flyweight.quant.work import WorkBlock
 
 STEPS = 6
@@ -76,23 +77,27 @@ def chain_of(folder, device, dtype, *, rounding, symmetric):
     return Chain(works, Predictions(Norm(norm, config.epsilon), head), context), blocks
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("rounding", "symmetric"), [(0.0, True), (3.0, True), (3.0, False)])
 @pytest.mark.parametrize("device", [CUDA])
-def test_captured_steps_of_tuning_are_the_eager_ones(device, rounding, symmetric, keep, tmp_path):
+def test_captured_steps_of_tuning_are_the_eager_ones(
+    device, rounding, symmetric, keep, dtype, tmp_path
+):
     folder = make_tiny_model(tmp_path / "tiny", num_hidden_layers=2)
     generator = torch.Generator().manual_seed(0)
     batches = [
-        [torch.randn(2, 12, 64, generator=generator).to(device) for _ in range(2)]
+        [torch.randn(2, 12, 64, generator=generator).to(device, dtype) for _ in range(2)]
         for _ in range(STEPS)
     ]
     made = []
     for captured in (False, True):
         chain, blocks = chain_of(
-            folder, torch.device(device), torch.float32, rounding=rounding, symmetric=symmetric
+            folder, torch.device(device), dtype, rounding=rounding, symmetric=symmetric
         )
         run = steps_of(chain, blocks, keep=keep)
-        with torch.no_grad():
+        with torch.no_grad(), SAME_GRADIENTS():
+            assert graphs_fit(blocks, batches[0][0])  # on the main stream, as `tune` asks
             for step, (x, wanted) in enumerate(batches):
                 share = torch.full((), 1 - step / STEPS, device=device)
                 if captured:

@@ -61,7 +61,14 @@ class Captured:
             self.places = None
             self.forget()
             torch.cuda.empty_cache()
-            told = str(error).strip().split("\n")[0]
+            told = first_line(error)
             warnings.warn(f"no graph of a step ({told}); its kernels are launched one by one")
             return
         self.graph = graph
+
+
+def first_line(error: BaseException) -> str:
+    """Of the error that the others came from."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).strip().split("\n")[0]

@@ -101,10 +101,12 @@ class TunedBlock:
         dtype = self.work.dtype
         for group in self.work.groups:
             self.block.linears[group.name].substitute(self.joined(group.linears))
+        plain = dict(self.block.norms)
         for name, norm in self.norms.items():
-            before = self.block.norms[name]
-            self.block.norms[name] = replace(before, weight=norm.value().to(dtype))
+            self.block.norms[name] = replace(plain[name], weight=norm.value().to(dtype))
         out = self.block.forward(x, self.context)
+        # What stayed would hold this pass's graph, and with it the stream that gradients add up on.
+        self.block.norms.update(plain)
         for linear in self.block.linears.values():
             linear.substitute(None)
         return out
