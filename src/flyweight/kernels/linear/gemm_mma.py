@@ -112,11 +112,9 @@ def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -
             if stages >= least:
                 ahead = stages > LEAST_STAGES and loads_ahead(matrix, tile, count)
                 cut = Cut(tile, count, stages, split, stages * stage, ahead=ahead)
-                return replace(
-                    cut,
-                    microseconds=estimate(matrix, rows, cut, device),
-                    working=aligned(matrix, rows, cut, device) if split == LINE else 0,
-                )
+                if split == LINE:
+                    cut = replace(cut, working=aligned(matrix, rows, cut, device))
+                return replace(cut, microseconds=estimate(matrix, rows, cut, device))
     return None
 
 
@@ -176,6 +174,8 @@ def estimate(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> float:
     )
     read = matrix.tiles * matrix.blocks * matrix.format.block_bytes / numbers.bandwidth
     early = numbers.beside_us if tile.beside and dependent_launch.enabled else 0.0
+    if cut.split == LINE and cut.working < slots:  # nobody hands sums over and takes some in, too
+        early += numbers.aligned_us * cut.sums / 1024
     worked = max(rounds * one + numbers.tile_us * math.ceil(rounds), read)
     return worked + (_handed_over(tile, slots / tiles, numbers) if cut.split == LINE else 0) - early
 

@@ -181,6 +181,7 @@ class MmaNumbers:
     line_slower: float  # than whole tiles, where these are large
     trip_us: float
     beside_us: float  # gained by beginning while the kernel before runs
+    aligned_us: float  # gained for each 1,024 sums of a tile, where tiles end with thread blocks
     tile_us: float
     tiles: tuple[MmaTile, ...]
 
