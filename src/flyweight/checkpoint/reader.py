@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flyweight.checkpoint import formats, stacked, text_part
-from flyweight.checkpoint.bare_tokenizer import Bare, read_bare
+from flyweight.checkpoint.bare_tokenizer import PLAIN, Bare, read_bare
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.checkpoint.folder import (
     GGUF_SUFFIX,
@@ -242,12 +242,9 @@ class Checkpoint:
         import transformers
 
         settings = self.folder / "tokenizer_config.json"
-        named = (
-            settings.is_file()
-            and read_json(settings).get("tokenizer_class") == "PreTrainedTokenizerFast"
-        )
+        plain = settings.is_file() and read_json(settings).get("tokenizer_class") in PLAIN
         # To find out the class, AutoTokenizer imports every model's configuration: two seconds.
-        kind = transformers.PreTrainedTokenizerFast if named else transformers.AutoTokenizer
+        kind = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
         try:
             return kind.from_pretrained(
                 str(self.folder), local_files_only=True, trust_remote_code=False
