@@ -75,8 +75,17 @@ def attempt(asked: dict, tokens: llguidance.LLTokenizer, answer: dict) -> None:
     limit(asked["seconds"], asked["megabytes"])
     before = pages(1)
     matcher = llguidance.LLMatcher(tokens, asked["grammar"], log_level=0)
-    answer["error"] = matcher.get_error() if matcher.is_error() else ""
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some that nothing can follow show it with the first token
+    answer["error"] = brief(matcher.get_error()) if matcher.is_error() else ""
     answer["bytes"] = max(0, pages(1) - before)
+
+
+def brief(error: str) -> str:
+    """Its first line, which is the message; of a regular expression the last one says more."""
+    lines = error.strip().splitlines() or [""]
+    reason = lines[-1].removeprefix("error:")
+    return lines[0] if reason == lines[-1] else lines[0] + reason
 
 
 def main() -> None:
