@@ -52,7 +52,7 @@ def pages(at: int) -> int:
     """Bytes of this process: all of its addresses (0), or what is in memory (1); 0 where the system
     does not tell.
     """
-    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[at]) * resource.getpagesize()
     return 0
 
