@@ -137,8 +137,8 @@ def variants(trial: Trial, weight: TiledWeight, device: gpu.Gpu) -> dict[str, Ru
             if cut is None:
                 continue
             found[f"{name} {letter}"] = lambda w, x, c=cut: gemm_mma.multiply(w, x, cut=c)
-            if cut.working:
-                everyone = replace(cut, working=0)
+            everyone = replace(cut, working=cut.grid(device.processors))
+            if split == gemm_mma.LINE and cut != everyone:
                 found[f"{name} {letter} all"] = lambda w, x, c=everyone: gemm_mma.multiply(
                     w, x, cut=c
                 )
@@ -201,7 +201,7 @@ def main() -> None:
         overlap=dependent_launch.enabled,
     )
     if options.vllm_library:
-        peers.load_library(str(options.vllm_library))
+        peers.load_library(options.vllm_library)
     for trial in few_trials() if options.few else trials(ragged=options.compile):
         if time.monotonic() - began > options.seconds:
             print(f"no time for {trial}")

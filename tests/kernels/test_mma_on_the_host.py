@@ -21,6 +21,7 @@ SMALL = MmaTile(2, 1, 1, 2, 1, 1.0)  # 32 outputs × 16 tokens
 WIDE = MmaTile(1, 2, 2, 2, 1, 1.0)  # the same outputs × 32 tokens, two warps beside each other
 # 64 outputs × 16 tokens of four warps: each thread counts one address up
 EVEN = MmaTile(4, 1, 1, 2, 1, 1.0)
+DEEP = MmaTile(2, 2, 4, 2, 1, 1.0)  # 128 outputs × 32 tokens, four tiles of a warp
 LONG = MmaTile(1, 1, 1, 16, 1, 1.0)  # 16 outputs × 128 tokens of one warp
 AMPERE = gpu.Gpu(8, 6, 3, 101376, 102400)
 
@@ -106,13 +107,42 @@ def test_no_thread_block_works_longer_so_that_another_may_stay_idle():
     for outputs, inputs, working in (
         (4096, 4096, 128),
         (4096, 12288, 128),
-        (6144, 4096, 0),
-        (24576, 4096, 0),
+        (6144, 4096, 132),
+        (24576, 4096, 132),
     ):
         matrix = tiles.Matrix(format.FORMATS["int4"], outputs, inputs, 128)
-        for tile, expected in ((alone, working), (beside, 0)):
+        for tile, expected in ((alone, working), (beside, 132)):
             found = gemm_mma.plan(matrix, 64, sm_80, tile=tile, split=LINE)
             assert found.working == expected
+
+
+@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:64"])
+@pytest.mark.parametrize("end", ["bias", "residual", "silu"])
+def test_results_of_neighbouring_tiles_are_written_together(kind, end):
+    """The last tiles of a thread block, and the last rows of a tile, do not exist."""
+    tensor = make(kind, (192, 128), 1)
+    bias = torch.randn(192) if end != "residual" else None
+    silu = "silu" if end == "silu" else None
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=silu)
+    x = torch.randn(77, 128).bfloat16()
+    residual = torch.randn(77, 192).bfloat16() if end == "residual" else None
+    cut = gemm_mma.plan(weight.matrix, 77, host_cuda.HOST, tile=DEEP, split=WHOLE)
+    before = torch.full((80, weight.width), float("nan")).bfloat16()
+    got = gemm_mma.multiply(weight, x, before[:77], residual=residual, cut=cut)
+    want = tensor.matmul_reference(x) + (0 if bias is None else bias.double())
+    if silu:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    assert error(got, want + (0 if residual is None else residual.double())) < 2e-2
+    assert before[77:].isnan().all()
+
+
+def test_results_that_are_not_aligned_are_refused():
+    weight = tiles.prepare(make("plain", (64, 128), 1), dtype=torch.bfloat16)
+    x = torch.randn(20, 128).bfloat16()
+    out = torch.empty(20 * 64 + 1).bfloat16()[1:].view(20, 64)
+    with pytest.raises(ValueError, match="16 bytes"):
+        gemm_mma.multiply(weight, x, out)
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4:64"])

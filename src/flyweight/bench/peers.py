@@ -8,9 +8,11 @@ quantization is part of the call, as it is of ours.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -285,12 +287,18 @@ PEERS = {
 }
 
 
-def load_library(path: str) -> None:
+# Of shared libraries by themselves, which do not say their version: the beginning of the SHA-256.
+loaded: dict[str, str] = {}
+
+
+def load_library(path: Path) -> None:
     """vLLM's operators from the shared library of its wheel, without the package."""
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(str(path))
     except OSError as error:
         raise UnsupportedError(f"{path}: cannot be loaded ({error})") from error
+    with path.open("rb") as file:
+        loaded[path.name] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def names(wanted: str) -> list[str]:

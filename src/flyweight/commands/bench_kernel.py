@@ -119,7 +119,7 @@ def kernel(
     if layout not in LAYOUTS:
         raise OptionError(unknown("layout", layout, LAYOUTS))
     if vllm_library:
-        others.load_library(str(vllm_library))
+        others.load_library(vllm_library)
     place = pick_device(None if compile_only else device)
     if compile_only:
         dtype = dtype or "bf16"  # a GPU's default
@@ -251,10 +251,13 @@ def run(
     from rich.console import Console
     from rich.progress import Progress
 
+    from flyweight.bench.peers import loaded
     from flyweight.bench.rows import ResultFile, environment_row
 
     file: ResultFile | None = ResultFile(out) if out else None
     environment = environment_row(device)
+    if loaded:
+        environment["libraries"] = dict(loaded)
     lines: list[Row] = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -412,6 +412,7 @@ DEVICE void launch_dependents() {
 #define LAUNCH_ARGUMENTS
 #define BEGIN_LAUNCH
 DEVICE void count_launch() {}
+DEVICE constexpr bool nothing_in_front() { return false; }
 DEVICE void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -33,6 +33,8 @@ DEVICE void begin_launch(const u32* before, u32* own) {
 }
 // Whether this kernel runs beside its neighbours: after begin_launch.
 DEVICE bool launches_overlap() { return launch.own; }
+// Whether all inputs are there.
+DEVICE bool nothing_in_front() { return !launch.before; }
 // Rings in turn, as in turns.cuh: a ticket of this SM, and the wait for whoever has the one before, or until the kernel before this one has
 // ended: a thread block of this very launch may have that ticket. By one thread.
 DEVICE void await_turn_beside(u32* turns) {

@@ -16,7 +16,8 @@
 // Limit: the matrix units; shared memory where a warp has few tiles and tokens; the instructions of codes where it has few tokens.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, OUT_WARPS, TOKEN_WARPS, PER_WARP,
-// COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0), WORKING (0), AHEAD (0: multiply_ahead)
+// COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0), WORKING (LINE: CTAs that have a part), X_TILES (0: as many as rows
+// ask for), AHEAD (0: multiply_ahead)
 #include "common.cuh"
 #include "linear.cuh"
 #include "words.cuh"
@@ -81,6 +82,7 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 #include "fragments.cuh"
 #include "segments.cuh"
 #include "gemm_results.cuh"
+#include "mma_results.cuh"
 
 // The copies of a stage, shared out over all threads.
 struct Source {
@@ -439,11 +441,11 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
          const u16* residual, u16* Y, uint4* mail, const int* expert_of, const int* tiles, int rows, int groups LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
-  if (WORKING && blockIdx.x >= WORKING) return stay();
+  if (SPLIT == LINE && blockIdx.x >= working()) return stay();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_tile = warp % OUT_WARPS * PER_WARP, first_column = warp / OUT_WARPS * COLUMNS;
   launch_dependents();
-  const int x_tiles = (rows + TOKENS - 1) / TOKENS;
+  const int x_tiles = X_TILES ? X_TILES : (rows + TOKENS - 1) / TOKENS;
   int n_tiles = x_tiles;
   if (EXPERTS) wait_for_inputs(), n_tiles = tiles[0], rows = n_tiles * TOKENS;
   const Source source = {weights, records, x, rows, x_tiles};
@@ -503,7 +505,11 @@ gemm_mma(const u8* weights, const u32* records, const float* channel_scale, cons
     }
     if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(sums, mail, (unit - 1) / STAGE_COUNT, n_tiles);
 #pragma unroll
-    for (int m = 0; m < PER_WARP; m++) {
+    for (int m = 0; m < PER_WARP; m += IN_LINES ? TOGETHER_TILES : 1) {
+      if constexpr (IN_LINES) {
+        write_lines(sums, m, s, first_tile, first_column, channel_scale, row_scale, bias, residual, Y, rows, lane);
+        continue;
+      }
       const Ends<COLUMNS> ends(s, first_column, channel_scale, row_scale, bias, residual, rows, first_tile + m, lane);
       write_tile<COLUMNS>(sums[m], ends, s, first_column, Y, rows, groups, first_tile + m, lane);
     }

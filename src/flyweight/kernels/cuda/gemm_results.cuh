@@ -4,6 +4,7 @@
 struct Finish {
   float scale[2], offset[2];  // of the two outputs
   const float* row_scale;     // of token 2t
+  Finish() = default;
   DEVICE Finish(int tile, const float* channel_scale, const float* rows_from, const u16* bias, int lane)
       : row_scale(rows_from + 2 * (lane % 4)) {
 #pragma unroll

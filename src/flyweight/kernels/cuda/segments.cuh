@@ -1,10 +1,11 @@
 // How the tiles of gemm.cu and gemm_mma.cu are shared out over the CTAs. Needs M_TILES, STAGE_COUNT, SPLIT, SLICED, CLUSTER, EXPERTS (and UNITS_BY_PARTS, 0).
 
-// Where WORKING is not 0 only so many CTAs have a part, so that tiles begin and end with CTAs and fewer share one.
+// So many CTAs have a part: all, or fewer, so that tiles begin and end with CTAs and fewer share one. A number that the compiler knows
+// spares divisions, which the first copy waits for.
 #ifndef WORKING
-#define WORKING 0
+#define WORKING gridDim.x
 #endif
-DEVICE u32 working() { return WORKING ? WORKING : gridDim.x; }
+DEVICE u32 working() { return WORKING; }
 
 // What part of which tile a CTA has.
 struct Segment {
@@ -29,7 +30,12 @@ DEVICE int line_begin(int n_tiles) {
   const int rounds = M_TILES * n_tiles / (int)working();
   return ROUNDS_FIRST && rounds > 1 ? (rounds - 1) * (int)working() * STAGE_COUNT : 0;
 }
+// X_TILES: so many token tiles there are, where the compiler knows.
+#ifndef X_TILES
+#define X_TILES 0
+#endif
 DEVICE Segment place(int tile, int n_tiles) {
+  if (X_TILES == 1) return {tile, 0, 0, STAGE_COUNT};
   const int group = tile / (SIDE * M_TILES), inside = tile % (SIDE * M_TILES), width = min(SIDE, n_tiles - group * SIDE);
   return {inside / width, group * SIDE + inside % width, 0, STAGE_COUNT};
 }

@@ -67,7 +67,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   BEGIN_LAUNCH;
   launch_dependents();
-  stage_book(shared, part.book, &barrier);
+  // Where no launch is in front, x is there already: asked for behind a large book it would come as late as that. (With 64 KB the book
+  // is later for it, and two CTAs on an SM have no registers to spare.)
+  const bool x_first = RESIDENT == 1 && BOOK_BYTES > 65536 && nothing_in_front();
+  if (!x_first) stage_book(shared, part.book, &barrier);
 
   const int row_blocks = (part.outputs + length - 1) / length;
   const int block0 = (int)((long long)row_blocks * part.cta / part.ctas);
@@ -106,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     fetch(1, begin + 1);
     Residual residuals;
     if (first) residuals.load(part.residual);
-    stage_x<true>(sums, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_steps : 0));
+    stage_x<true>(sums, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_steps : 0),
+                  [&] { if (x_first && first) stage_book(shared, part.book, &barrier); });
     if (first) residuals.store(shared + BOOK_BYTES);
     if (last) totals.collect(sums);
     __syncthreads();
@@ -188,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_direct(
     for (int i = threadIdx.x; i < PIECES << RES_BITS; i += THREADS) shared_residual[i] = residual[i];
   if (warp < chunks) lookup(warp);
   Sums sums[1] = {};
-  stage_x<false>(sums, shared_x, 0, {x, nullptr, affine, source, in_features, rows}, 0, 256 * chunks);
+  stage_x<false>(sums, shared_x, 0, {x, nullptr, affine, source, in_features, rows}, 0, 256 * chunks, [] {});
   totals.collect(sums);
   __syncthreads();
   totals.total(in_features, 0.f);
@@ -251,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
   char* const shared_x = shared + BOOK_BYTES + RES_BYTES;  // [ranges][range + 2], whole eights, then the dense columns
   const int columns = dense_begin + 32 * dense_steps, plane = X_BYTES * columns;
   Sums sums[ROWS] = {};
-  stage_x<false>(sums, shared_x, plane, {x, nullptr, affine, source, in_features, rows}, 0, columns);
+  stage_x<false>(sums, shared_x, plane, {x, nullptr, affine, source, in_features, rows}, 0, columns, [] {});
   residuals.store(shared + BOOK_BYTES);
   totals.collect(sums);
   __syncthreads();

@@ -187,16 +187,18 @@ DEVICE void stage_turned(Sums (&sums)[ROWS], char* to, const Inputs& in, int fir
 }
 // Stages stored columns [first, first + count), both whole eights, times their scale and the norm's weights; its factor comes last.
 // LINED: pairs of rows lie as x_offset wants them, else one column after the other. Waits for the kernel before once the first
-// scales are on their way.
-template <bool LINED>
-DEVICE void stage_x(Sums (&sums)[ROWS], char* to, int plane, const Inputs& in, int first, int count) {
+// scales are on their way. `behind`: what is asked for behind the first of x.
+template <bool LINED, class BEHIND>
+DEVICE void stage_x(Sums (&sums)[ROWS], char* to, int plane, const Inputs& in, int first, int count, BEHIND behind) {
   // eights of a thread on their way, as registers allow
   constexpr int BATCH = THREADS * RESIDENT > 512 || ROWS == 8 ? 1 : ROWS > 1 || NORM ? 2 : 3;
   const int units = count / 8;
   if constexpr (TURNED) {
+    behind();
     stage_turned(sums, to, in, first, units);
     return;
   }
+  bool asked = false;
   for (int begin = threadIdx.x; begin - threadIdx.x % 32 < units; begin += BATCH * THREADS) {  // whole warps, as the wait wants them
     Eight eights[BATCH];
 #pragma unroll
@@ -212,6 +214,7 @@ DEVICE void stage_x(Sums (&sums)[ROWS], char* to, int plane, const Inputs& in, i
           even[b] = load_x(in, eights[b], r, first + 8 * (begin + b * THREADS));
           if constexpr (ROWS > 1) odd[b] = load_x(in, eights[b], r + 1, first + 8 * (begin + b * THREADS));
         }
+      if (!asked) behind(), asked = true;
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
         const int unit = begin + b * THREADS;
@@ -230,6 +233,7 @@ DEVICE void stage_x(Sums (&sums)[ROWS], char* to, int plane, const Inputs& in, i
       }
     }
   }
+  if (!asked) behind();
   wait_for_inputs();  // every thread must, also one without a column
 }
 // The sums over the CTA: `collect` before a __syncthreads, `total` after it, read after another.

@@ -46,7 +46,7 @@ class Cut:
     split: int
     shared: int
     microseconds: float = 0.0
-    working: int = 0  # thread blocks that share the line; 0: all
+    working: int = 0  # thread blocks that share the line
     ahead: bool = False  # warps load what they multiply next before the barrier between stages
 
     def grid(self, processors: int) -> int:
@@ -112,31 +112,26 @@ def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -
             if stages >= least:
                 ahead = stages > LEAST_STAGES and loads_ahead(matrix, tile, count)
                 cut = Cut(tile, count, stages, split, stages * stage, ahead=ahead)
-                return replace(
-                    cut,
-                    microseconds=estimate(matrix, rows, cut, device),
-                    working=aligned(matrix, rows, cut, device) if split == LINE else 0,
-                )
+                if split == LINE:
+                    cut = replace(cut, working=aligned(matrix, rows, cut, device))
+                return replace(cut, microseconds=estimate(matrix, rows, cut, device))
     return None
 
 
 def aligned(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> int:
     """So many thread blocks that each has a part of one tile only, where the longest part is no
-    longer than with all of them; 0 where there is no such number. Fewer hand sums over for a tile,
-    and their owner asks for them one after the other. Where the next kernel begins on the
-    multiprocessors that are free it is all of them: it would begin on those without a part, and
-    not spread over all.
+    longer than with all of them; else all. Fewer hand sums over for a tile, and their owner asks
+    for them one after the other. Where the next kernel begins on the multiprocessors that are free
+    it is all of them: it would begin on those without a part, and not spread over all.
     """
-    if cut.tile.beside:
-        return 0
     slots = cut.grid(device.processors)
     tiles = math.ceil(matrix.out_features / cut.tile.outputs) * math.ceil(rows / cut.tile.tokens)
     each = slots // tiles  # of a tile
+    if cut.tile.beside or not each:
+        return slots
     stages = matrix.blocks // cut.stage_blocks
-    if each < 1 or each * tiles == slots:
-        return 0
     longest = math.ceil(tiles * stages / slots)
-    return each * tiles if math.ceil(stages / each) <= longest else 0
+    return each * tiles if math.ceil(stages / each) <= longest else slots
 
 
 def loads_ahead(matrix: Matrix, tile: MmaTile, count: int) -> bool:
@@ -179,6 +174,8 @@ def estimate(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> float:
     )
     read = matrix.tiles * matrix.blocks * matrix.format.block_bytes / numbers.bandwidth
     early = numbers.beside_us if tile.beside and dependent_launch.enabled else 0.0
+    if cut.split == LINE and cut.working < slots:  # nobody hands sums over and takes some in, too
+        early += numbers.aligned_us * cut.sums / 1024
     worked = max(rounds * one + numbers.tile_us * math.ceil(rounds), read)
     return worked + (_handed_over(tile, slots / tiles, numbers) if cut.split == LINE else 0) - early
 
@@ -243,7 +240,7 @@ def make_call(weight: TiledWeight, rows: int, cut: Cut, ends: Ends) -> Call:
             weight.in_features, padded, norm=ends.norm, quantized=weight.format.quantizes_input
         )
         pack = _pack_kernel(weight, cut, packing, ends) if ends.packed else None
-        weight.calls[key] = Call(cut, _product_kernel(weight, cut, ends), pack, packing)
+        weight.calls[key] = Call(cut, _product_kernel(weight, rows, cut, ends), pack, packing)
     return weight.calls[key]
 
 
@@ -265,7 +262,7 @@ def _pack_kernel(weight: TiledWeight, cut: Cut, packing: Packing, ends: Ends) ->
     return jit.load("pack.cu", defines=defines).kernel("pack")
 
 
-def _product_kernel(weight: TiledWeight, cut: Cut, ends: Ends) -> jit.Kernel:
+def _product_kernel(weight: TiledWeight, rows: int, cut: Cut, ends: Ends) -> jit.Kernel:
     tile = cut.tile
     defines = {
         **weight.format.defines(symmetric=weight.symmetric),
@@ -285,7 +282,8 @@ def _product_kernel(weight: TiledWeight, cut: Cut, ends: Ends) -> jit.Kernel:
         "SPLIT": cut.split,
         "X_ROWS": int(not ends.packed),
         "EXPERTS": int(ends.experts),
-        **({"WORKING": cut.working} if cut.working else {}),
+        **({"WORKING": cut.working} if cut.split == LINE else {}),
+        **({"X_TILES": 1} if rows <= tile.tokens and not ends.experts else {}),
         **({"AHEAD": 1} if cut.ahead else {}),
     }
     return jit.load("gemm_mma.cu", defines=defines).kernel("gemm_mma")
@@ -312,6 +310,9 @@ def multiply(
     ends = Ends(norm is not None, weight.epilogue(residual), False, packed)
     call = make_call(weight, most, cut, ends)
     out = weight.empty_result(rows, x.device) if out is None else out
+    pieces = (one.data_ptr() % 16 for one in (out, residual) if one is not None)
+    if weight.out_features % 16 == 0 and any(pieces):
+        raise ValueError("gemm_mma.cu writes 16 bytes at a time, and its results do not lie so")
     here = workspace.current(x.device)
     data = x
     row_scale = None

@@ -63,7 +63,9 @@ class FormatNumbers:
     expert_rows: int
     gemv_late_stages: int | None = None
     ticket_rows: int = 0
-    gemv_kept: int = 0  # stages that warps fetch into registers, where launches overlap by counters
+    # bytes of one row's weights on their way to an SM where launches overlap by counters: what the
+    # ring has no room for comes into registers
+    gemv_on_way: int = 0
     attention_rows: int = NEVER
     splitk_cycles: tuple[float, float] | None = None
     splitk_wide_rows: tuple[int, ...] = ()
@@ -179,6 +181,7 @@ class MmaNumbers:
     line_slower: float  # than whole tiles, where these are large
     trip_us: float
     beside_us: float  # gained by beginning while the kernel before runs
+    aligned_us: float  # gained for each 1,024 sums of a tile, where tiles end with thread blocks
     tile_us: float
     tiles: tuple[MmaTile, ...]
 
