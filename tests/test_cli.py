@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import typer
 from safetensors.torch import save_file
 
 from flyweight import cli
+from flyweight.__main__ import main as entry
 from flyweight.commands.bench import BENCHES
 from flyweight.models.random_folder import write_preset
 
@@ -43,6 +45,18 @@ def flyweight(capsys):
         return exit.value.code, *capsys.readouterr()
 
     return run
+
+
+def test_ctrl_c_while_the_program_loads_is_one_line(monkeypatch, capsys):
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "flyweight.cli", Interrupted("flyweight.cli"))
+    monkeypatch.setattr(sys, "argv", ["flyweight", "--help"])
+    with pytest.raises(SystemExit) as exit:
+        entry()
+    assert exit.value.code == 130 and capsys.readouterr().err == "flyweight: interrupted\n"
 
 
 def test_help_lists_every_verb_and_imports_nothing_slow():

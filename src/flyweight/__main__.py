@@ -18,8 +18,11 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     if len(sys.argv) > 2 and sys.argv[1] in WITH_TORCH and not {"-h", "--help"} & set(sys.argv):
         preload.begin()
-    from flyweight.cli import main as run
-
+    try:
+        from flyweight.cli import main as run
+    except KeyboardInterrupt:  # while it loads; later it is the verbs' to say what was kept
+        print("flyweight: interrupted", file=sys.stderr)
+        sys.exit(130)
     run()
 
 
