@@ -29,6 +29,7 @@ from flyweight.checkpoint.config_checks import check_config, check_generation_co
 from flyweight.checkpoint.folder import (
     GGUF_SUFFIX,
     INDEX,
+    SINGLE,
     check_regular,
     read_index,
     read_json,
@@ -75,6 +76,8 @@ class Checkpoint:
         check_config(self.config, self.folder / "config.json")
         check_generation_config(self.generation_config, optional)
         self.files = weight_files(self.folder)
+        if (self.folder / INDEX).exists() and (self.folder / SINGLE).exists():
+            self._tell_of_single()
         own = {
             file: GgufShard(file, self.config) for file in self.files if file.suffix == GGUF_SUFFIX
         }
@@ -86,6 +89,14 @@ class Checkpoint:
             file: own.get(file) or open_shard(file) for file in self.files
         }
         self._used: set[str] = set()
+
+    def _tell_of_single(self) -> None:
+        if self.folder / SINGLE not in self.files:
+            formats.notice(
+                self,
+                f"the shards of {INDEX} are read; transformers would read {SINGLE}, which is there "
+                "too: remove what is not meant",
+            )
 
     def _take_text(self) -> None:
         self._stored = text_part.text_names(self.entries)
