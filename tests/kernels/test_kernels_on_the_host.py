@@ -811,6 +811,7 @@ def test_stages_that_warps_keep_in_registers_are_multiplied_with_the_others(kind
     assert gemv.kept_stages(weight, 1, chosen, gpu.of(None)) == 0, "launches do not overlap"
     monkeypatch.setattr(dependent_launch, "enabled", True)
     assert [gemv.kept_stages(weight, rows, chosen, gpu.of(None)) for rows in (1, 2)] == [3, 0]
-    for kept in (1, 2, 3):
+    for kept in (1, 3, 4):
         want_kept(kept)
+        assert gemv.kept_stages(weight, 1, chosen, gpu.of(None)) == kept
         assert torch.equal(gemv.multiply(weight, x), want)
