@@ -1,16 +1,19 @@
 # Two commands do all the set-up: `make demo` and `make test`. Both work from a bare machine with Python 3.11+.
 PYTHON ?= python3
 BIN := .venv/bin
+# Where the environment says that bytecode is not to be kept, each of the processes that tests start would compile this package again.
+export PYTHONDONTWRITEBYTECODE =
 MODEL ?= smollm2-135m
 
 .PHONY: demo test test-interop lint results clean
 
-# torch goes first and pinned, so that nothing pulls another build of it.
+# torch goes first and pinned, so that nothing pulls another build of it. Bytecode is made when a module is first imported: of all
+# that these packages hold it would take longer than the rest of the installation.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 # The main job, end to end, on the default real model; `make demo TEXT=file.txt` measures on a text of your own. The

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import typer
 from safetensors.torch import save_file
 
 from flyweight import cli
+from flyweight.__main__ import main as entry
 from flyweight.commands.bench import BENCHES
+from flyweight.models.random_folder import write_preset
 
 
 @pytest.fixture
@@ -44,6 +47,18 @@ def flyweight(capsys):
     return run
 
 
+def test_ctrl_c_while_the_program_loads_is_one_line(monkeypatch, capsys):
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "flyweight.cli", Interrupted("flyweight.cli"))
+    monkeypatch.setattr(sys, "argv", ["flyweight", "--help"])
+    with pytest.raises(SystemExit) as exit:
+        entry()
+    assert exit.value.code == 130 and capsys.readouterr().err == "flyweight: interrupted\n"
+
+
 def test_help_lists_every_verb_and_imports_nothing_slow():
     code = (
         "import sys\nfrom flyweight.cli import main\n"
@@ -54,6 +69,20 @@ def test_help_lists_every_verb_and_imports_nothing_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(f"  {verb} " in done.stdout for verb in cli.VERBS)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_terminal_that_knows_only_ascii_gets_all_of_the_answer(tmp_path):
+    """And files of this package are UTF-8 whatever the locale says."""
+    write_preset("preset:tiny:int4", tmp_path / "model")
+    locale = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    done = subprocess.run(
+        [sys.executable, "-m", "flyweight", "info", tmp_path / "model"],
+        capture_output=True,
+        env=os.environ | locale,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode("ascii")
+    assert r"\xd7" in shown and "runs on" in shown
 
 
 @pytest.mark.parametrize(

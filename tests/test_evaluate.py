@@ -146,3 +146,23 @@ def test_an_original_is_run_once_however_many_are_compared_with_it():
     original.ROOM = 0
     perplexity(original, list(range(1, 41)), window=16)
     assert len(original.kept) == 3
+
+
+def test_models_whose_vocabularies_are_padded_differently_are_compared_on_what_both_know():
+    """Qwen2.5 has 151,936 rows in its small models and 152,064 in its large ones."""
+
+    class Padded(Uniform):
+        def __init__(self, padding):
+            self.padding = padding
+
+        def forward_whole(self, tokens):
+            generator = torch.Generator().manual_seed(3)
+            logits = torch.randn(1, tokens.shape[1], 50, generator=generator)
+            return torch.nn.functional.pad(logits, (0, self.padding), value=-1.0)
+
+    tokens = list(range(40))
+    for first, second in ((0, 7), (7, 0)):
+        found, agreement = compare(Padded(first), Padded(second), tokens, window=16)
+        alone = perplexity(Padded(second), tokens, window=16)
+        assert found.perplexity == pytest.approx(alone.perplexity), "as without a comparison"
+        assert agreement.kl == pytest.approx(0, abs=1e-6) and agreement.top1 == 1

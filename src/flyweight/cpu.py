@@ -31,7 +31,7 @@ def usable_cores() -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     try:
-        quota, period = QUOTA.read_text().split()[:2]
+        quota, period = QUOTA.read_text(encoding="utf-8").split()[:2]
         return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):
         return cores

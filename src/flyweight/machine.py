@@ -28,7 +28,7 @@ def device_name(device: torch.device) -> str:
 
 def cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(
             line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
         )

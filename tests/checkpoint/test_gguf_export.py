@@ -137,6 +137,8 @@ def test_what_would_be_lost_is_said_and_nothing_is_left(tmp_path):
     (tmp_path / "there.gguf").write_text("")
     with pytest.raises(OptionError, match="--overwrite"):
         export(source, tmp_path / "there.gguf")
+    with pytest.raises(OptionError, match="is the model that is read"):
+        export(resolve(tmp_path / "source.gguf"), tmp_path / "source.gguf", overwrite=True)
     assert not [
         path.name
         for path in tmp_path.iterdir()

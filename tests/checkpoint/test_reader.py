@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from flyweight.checkpoint import Checkpoint
+from flyweight.checkpoint.formats import CheckpointNotice
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import Plain
 
@@ -97,6 +98,12 @@ def test_shards_are_joined_by_the_index(sharded):
 def test_files_beside_the_index_are_not_read(sharded):
     (sharded / "consolidated.safetensors").write_bytes(b"something else")
     assert Checkpoint(sharded).names() == ["a.weight", "b.weight"]
+
+
+def test_a_whole_file_beside_the_shards_is_told(sharded):
+    (sharded / "model.safetensors").write_bytes(b"of another day")
+    with pytest.warns(CheckpointNotice, match="would read model.safetensors, which is there too"):
+        assert Checkpoint(sharded).names() == ["a.weight", "b.weight"]
 
 
 def test_the_hash_depends_on_every_weight_and_on_nothing_else(sharded):

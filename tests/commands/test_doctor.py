@@ -16,6 +16,7 @@ from flyweight.commands import doctor as command
 from flyweight.errors import OptionError
 from flyweight.gpu import GPUS, by_name
 from flyweight.kernels import tuned
+from flyweight.kernels.native import library
 
 CPU = torch.device("cpu")
 
@@ -23,6 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """Seconds, not half a minute."""
+    library.why_not()  # loaded from the usual cache: for an empty one they would be compiled again
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr(examination, "SPEED_SHAPE", {"cpu": (64, 64)})
     monkeypatch.setattr(examination, "TABLE_SHAPE", {"cpu": (64, 64)})

@@ -87,7 +87,17 @@ def test_what_does_not_fit_is_not_allowed(grammars):
 
 @pytest.mark.parametrize(
     ("schema", "message"),
-    [('{"type": 5}', "type must be a string"), ("{", "cannot be"), ('{"not": {}}', "not")],
+    [
+        ('{"type": 5}', "type must be a string"),
+        ("{", "cannot be"),
+        ('{"not": {}}', "not"),
+        ('{"type": "string", "pattern": "(("}', "regex parse error: unclosed group"),
+        # nothing is wrong with it until something is to follow it
+        (
+            '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}',
+            "cannot be followed: ",
+        ),
+    ],
 )
 def test_schemas_that_cannot_be_followed_are_refused(grammars, schema, message):
     with pytest.raises(RequestError, match=message):

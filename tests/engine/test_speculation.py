@@ -612,6 +612,20 @@ def test_every_number_of_guesses_is_tried_before_one_is_chosen():
     assert trial.count([request], 2) == 1, "beside one that goes without, as it is alone"
 
 
+def test_a_step_is_tried_out_where_that_can_be_done_on_the_side():
+    asked = []
+
+    def try_out(sequences):
+        asked.append(sequences)
+        return 0.3e-3 if sequences < 3 else None
+
+    trial = Trial(3, try_out)
+    requests = [Request(number, [1], params(), seed=0, limit=99) for number in range(3)]
+    assert trial.begins(requests[0], 1) and trial.begins(requests[1], 1)
+    assert asked == [1], "then its time is known"
+    assert not Trial(3, try_out).begins(requests[2], 3)
+
+
 def test_what_one_request_loses_is_not_held_against_the_next():
     trial = timed([0.5e-3])
     assert judged(NEVER, trial) == (False, 1)

@@ -10,6 +10,7 @@ from flyweight.engine.request import Request
 from flyweight.engine.rows import Rows
 from flyweight.engine.speculation.lengths import Fixed
 from flyweight.engine.speculation.ngram import NgramDrafter
+from flyweight.engine.speculation.plain_step import try_step
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.work import Work
@@ -186,3 +187,20 @@ def test_sampled_answers_are_the_same_with_guesses(penalty):
     ]
     print("tokens alike:", same, "of", [len(one) for one in texts])
     assert engine.speculator.accepted > 40 and max(same) == 48
+
+
+def test_trying_a_step_out_leaves_rows_and_caches_as_they_are():
+    decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
+    engine = make_engine(decoder)
+    (request,) = engine.submit(prompts(decoder.config, 1)[0], params())
+    engine.step()
+    runner = engine.runner
+    before = [one.clone() for one in (runner.rows.tokens, runner.rows.lengths)]
+    caches = [one.keys.clone() for one in runner.caches]
+    assert try_step(runner, 0) is None and try_step(runner, 10_000) is None
+    assert 0 < try_step(runner, 1) < 1
+    torch.cuda.synchronize()
+    assert torch.equal(before[0], runner.rows.tokens)
+    assert torch.equal(before[1], runner.rows.lengths)
+    assert all(torch.equal(a, b.keys) for a, b in zip(caches, runner.caches, strict=True))
+    engine.cancel([request])

@@ -177,7 +177,7 @@ CASES = [
     ("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=1, CHUNK=8, TOGETHER=1)),
     (
         "qkv_attention.cu",
-        FUSED | REGISTERS | dict(FORMAT=1, ROWS=4, WARPS=16, CHUNK=4, TOGETHER=1, BESIDE=1),
+        FUSED | REGISTERS | dict(FORMAT=1, ROWS=4, CHUNK=4, TOGETHER=1, BESIDE=1, SPREAD=2),
     ),
     (
         "qkv_attention.cu",
@@ -191,6 +191,7 @@ CASES = [
     ("qkv_attention.cu", FUSED | OLDER | dict(FORMAT=2, HEAD_CTAS=13)),
     ("few.cu", LINEAR | FEW),
     ("few.cu", LINEAR | FEW | dict(NORM=1, EPILOGUE=2)),
+    ("few.cu", LINEAR | FEW | dict(NORM=1, EPILOGUE=2, SPREAD=2)),
     (
         "few.cu",
         LINEAR

@@ -1,4 +1,6 @@
-"""Eight rows with x in registers (gemv_registers.cuh), compiled for and run on the CPU."""
+"""Four and eight rows with x in registers (gemv_registers.cuh), compiled for and run on the CPU."""
+
+import functools
 
 import host_cuda
 import pytest
@@ -70,3 +72,41 @@ def test_norm_residual_and_silu_are_fused_whatever_the_size_of_x(columns, dtype,
         error(run(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up)
         < 2 * TOLERANCE[dtype]
     )
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Plans are those of a kernel that attention follows in, beside others."""
+    monkeypatch.setattr(
+        gemv, "fitting_plan", functools.partial(gemv_plan.fitting_plan, attends=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options"),
+    [
+        ((40, 1024), BF16, {}),
+        ((136, 2944), BF16, dict(bits=8)),
+        ((72, 4096), FP16, {}),
+        ((40, 2560), BF16, dict(symmetric=True)),
+        ((40, 1536), FP16, dict(group=256, scales=BF16)),
+    ],
+)
+@pytest.mark.parametrize("spread", [4, 0])
+def test_four_rows_share_out_their_inputs(shape, dtype, options, spread, beside, monkeypatch):
+    monkeypatch.setattr(gemv_plan, "SPREAD_ROWS", spread)
+    tensor, x = make(shape, dtype, **options), torch.randn(4, shape[1]).to(dtype)
+    weight = tiles.prepare(tensor, dtype=dtype)
+    plan = gemv_plan.fitting_plan(weight.matrix, 4, host_cuda.HOST, tiles=2, attends=True)
+    assert plan.in_registers and plan.beside
+    norm = (30 * (1 + 0.1 * torch.randn(shape[1]))).to(dtype)
+    sizes = torch.tensor([1.0, 3000.0 if dtype == FP16 else 1.0, 1e-2, 20.0])
+    x = (x.float() * sizes[:, None]).to(dtype)
+    normed = (
+        x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    )
+    out = torch.full((4, shape[0]), float("nan"), dtype=dtype)
+    got = gemv.multiply(weight, x, out, norm=Norm(norm, 1e-6))
+    want = tensor.matmul_reference(normed)
+    for row in range(4):
+        assert error(got[row], want[row]) < TOLERANCE[dtype]

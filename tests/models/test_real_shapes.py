@@ -1,7 +1,8 @@
 """Families against transformers at the shapes of real layers: random weights, in float32.
 
-Of each family the smallest preset, with few layers (all kinds are there), few experts and a small
-vocabulary; all else is the model's own. `test_families.py` has the variants, in tiny sizes.
+Of each family the smallest preset, with few layers (all kinds are there), few experts, a small
+vocabulary and MLPs of at most 2,560; all else is the model's own. `test_families.py` has the
+variants, in tiny sizes.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import transformers
 from model_helpers import tokens_of
 
 from flyweight.checkpoint.reader import Checkpoint
+from flyweight.kernels import cpu
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import preset_config
 
 LOCAL = ["sliding_attention", "full_attention"]
 STATES = ["linear_attention", "full_attention"]
+WIDEST = 2560  # of an MLP: wider ones are the same two products and take most of the time
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 # preset: what differs from it
 SHAPES = {
@@ -52,6 +55,7 @@ def config_of(preset):
     config = preset_config(preset)
     config |= dict(vocab_size=997, num_hidden_layers=2, max_position_embeddings=4096)
     config |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config["intermediate_size"] = min(WIDEST, config["intermediate_size"])
     if config.get("sliding_window"):
         config["sliding_window"] = WINDOW
     for key in EXPERTS:
@@ -72,13 +76,14 @@ def initialized_once(monkeypatch):
     numbers = torch.randn(PERIOD)
 
     def normal(x, mean=0.0, std=1.0, *, generator=None):
-        begin = int(torch.randint(PERIOD, (1,)))
-        times = -(-(begin + x.numel()) // PERIOD)
-        return x.copy_(
-            (numbers * std + mean).repeat(times)[begin : begin + x.numel()].view(x.shape)
-        )
+        period = (numbers * std + mean).roll(int(torch.randint(PERIOD, (1,))))
+        for part in x.view(-1).split(PERIOD):
+            part.copy_(period[: part.numel()])
+        return x
 
     monkeypatch.setattr(torch.Tensor, "normal_", normal)
+    # a second copy of every weight, which test_cpu_linear.py holds against the first
+    monkeypatch.setattr(cpu, "has_packing", lambda: False)
 
 
 @pytest.mark.usefixtures("initialized_once")

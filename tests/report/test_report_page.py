@@ -165,6 +165,7 @@ def test_markdown_names_figures_that_are_there(tmp_path):
 def test_unknown_ending_layout_and_baseline_are_one_line_errors(tmp_path):
     for arguments, message in (
         (["-o", str(tmp_path / "x.pdf")], "unknown ending '.pdf'"),
+        (["-o", ""], "unknown ending ''"),
         (["--layout", "sead"], "did you mean 'seed'?"),
         (["--baseline", "bf17"], "did you mean 'bf16'?"),
     ):

@@ -128,5 +128,9 @@ def free_port() -> int:
 
 
 def last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     return lines[-1].strip()[:200] if lines else "it said nothing"

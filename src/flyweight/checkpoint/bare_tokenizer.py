@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# the class that is just what tokenizer.json says, as transformers 4 and 5 call it
+PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 SETTINGS = {"tokenizer_class", "clean_up_tokenization_spaces", "chat_template", *SPECIAL}
 # which transformers reads, too
@@ -28,7 +30,7 @@ class Bare:
 def read_bare(folder: Path, settings: dict[str, Any]) -> Bare | None:
     """None where transformers might make something else of it."""
     file = folder / "tokenizer.json"
-    plain = settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
+    plain = settings.get("tokenizer_class") in PLAIN
     if not plain or settings.keys() - SETTINGS or not file.is_file():
         return None
     if any((folder / name).exists() for name in OTHER_FILES):

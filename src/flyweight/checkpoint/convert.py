@@ -66,7 +66,7 @@ def convert(
         raise OptionError(f"{checkpoint.folder} is not quantized; `flyweight quantize` makes it so")
     result = Converted(Path(target), format, bytes_before=checkpoint.nbytes)
     layers: dict[str, QuantTensor] = {}
-    with CheckpointWriter(target, overwrite=overwrite) as writer:
+    with CheckpointWriter(target, overwrite=overwrite, source=checkpoint.folder) as writer:
         for done, (name, parts, tensor) in enumerate(
             _parts(checkpoint, format, dtype=dtype, device=device)
         ):

@@ -62,6 +62,8 @@ def export(
     if path.exists() and not overwrite:
         raise OptionError(f"{path} exists already; pass --overwrite or choose another name")
     checkpoint = Checkpoint(source)
+    if path.resolve() in [file.resolve() for file in checkpoint.files]:
+        raise OptionError(f"{path} is the model that is read; choose another name")
     architecture = architecture_of(checkpoint)
     result = Converted(path, f"gguf {kind}", bytes_before=checkpoint.nbytes)
     half = path.with_name(f".{path.name}.partial")

@@ -238,7 +238,7 @@ def _download(package: Package, folder: Path) -> Path:
         package.requirement,
     ]
     with Console(stderr=True).status(f"Downloading {package.requirement} …"):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         if "No module named pip" in done.stderr:
             raise MissingPackageError(f"downloading needs pip: {sys.executable} -m ensurepip")

@@ -24,7 +24,7 @@ def forget_pages() -> None:
         return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for begin, end in mapped_weights(MAPS.read_text()):
+    for begin, end in mapped_weights(MAPS.read_text(encoding="utf-8")):
         madvise(begin, end - begin, advice)
 
 

@@ -24,11 +24,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flyweight.checkpoint import formats, stacked, text_part
-from flyweight.checkpoint.bare_tokenizer import Bare, read_bare
+from flyweight.checkpoint.bare_tokenizer import PLAIN, Bare, read_bare
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.checkpoint.folder import (
     GGUF_SUFFIX,
     INDEX,
+    SINGLE,
     check_regular,
     read_index,
     read_json,
@@ -75,6 +76,8 @@ class Checkpoint:
         check_config(self.config, self.folder / "config.json")
         check_generation_config(self.generation_config, optional)
         self.files = weight_files(self.folder)
+        if (self.folder / INDEX).exists() and (self.folder / SINGLE).exists():
+            self._tell_of_single()
         own = {
             file: GgufShard(file, self.config) for file in self.files if file.suffix == GGUF_SUFFIX
         }
@@ -86,6 +89,14 @@ class Checkpoint:
             file: own.get(file) or open_shard(file) for file in self.files
         }
         self._used: set[str] = set()
+
+    def _tell_of_single(self) -> None:
+        if self.folder / SINGLE not in self.files:
+            formats.notice(
+                self,
+                f"the shards of {INDEX} are read; transformers would read {SINGLE}, which is there "
+                "too: remove what is not meant",
+            )
 
     def _take_text(self) -> None:
         self._stored = text_part.text_names(self.entries)
@@ -242,12 +253,9 @@ class Checkpoint:
         import transformers
 
         settings = self.folder / "tokenizer_config.json"
-        named = (
-            settings.is_file()
-            and read_json(settings).get("tokenizer_class") == "PreTrainedTokenizerFast"
-        )
+        plain = settings.is_file() and read_json(settings).get("tokenizer_class") in PLAIN
         # To find out the class, AutoTokenizer imports every model's configuration: two seconds.
-        kind = transformers.PreTrainedTokenizerFast if named else transformers.AutoTokenizer
+        kind = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
         try:
             return kind.from_pretrained(
                 str(self.folder), local_files_only=True, trust_remote_code=False

@@ -26,21 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flyweight.checkpoint.folder import INDEX, SINGLE
+from flyweight.checkpoint.target import CARRIED, check_target, place_of
 from flyweight.errors import OptionError, ResourceError
 from flyweight.saving import HINT, reason
-
-# Everything beside the weights that belongs to a model.
-CARRIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 class CheckpointWriter:
@@ -48,7 +36,7 @@ class CheckpointWriter:
     source=folder)`
 
     `fingerprint` says what is being made (recipe, source): unfinished shards of something else are
-    not continued.
+    not continued. `source` is the folder that is read, which is never replaced.
     """
 
     def __init__(
@@ -59,8 +47,9 @@ class CheckpointWriter:
         overwrite: bool = False,
         resume: bool = False,
         fingerprint: str = "",
+        source: Path | None = None,
     ) -> None:
-        self.target = Path(target).absolute()
+        self.target = place_of(target)
         self.staging = self.target.with_name(f".{self.target.name}.partial")
         self._previous = previous_of(self.target)
         self._max_shard_bytes, self._resume = max_shard_bytes, resume
@@ -72,14 +61,7 @@ class CheckpointWriter:
         self.finished: set[str] = set()
         with self.writing("the folder"):
             recover(self.target)
-            if (
-                not overwrite
-                and self.target.exists()
-                and (not self.target.is_dir() or any(self.target.iterdir()))
-            ):
-                raise OptionError(
-                    f"{self.target} exists already; pass --overwrite or choose another folder"
-                )
+            check_target(self.target, overwrite=overwrite, source=source)
             self.staging.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.staging / ".lock")
             try:

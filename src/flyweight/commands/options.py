@@ -26,7 +26,10 @@ Context = Annotated[int | None, typer.Option(min=2, help="Longest context to mak
 Threads = Annotated[
     int | None,
     typer.Option(
-        min=1, callback=use_threads, help="Of a CPU; the cores that this process may use."
+        min=1,
+        max=4096,  # no machine has more, and libraries that cannot start them all crash
+        callback=use_threads,
+        help="Of a CPU; the cores that this process may use.",
     ),
 ]
 Dtype = Annotated[

@@ -99,16 +99,15 @@ def write(path: Path, blocks: Sequence[Block], *, title: str, draw: bool, pictur
     from flyweight.report import render
     from flyweight.report.page import page
 
-    place = drawer(path, pictures) if draw else None
-    formats: dict[str, Callable[[], str]] = {
-        ".md": lambda: render.markdown(blocks, place),
-        ".rst": lambda: render.rst(blocks, place),
-        ".csv": lambda: render.comma_separated(blocks),
-        ".html": lambda: page(blocks, title=title),
+    formats: dict[str, Callable[[Callable[[Figure], Path] | None], str]] = {
+        ".md": lambda place: render.markdown(blocks, place),
+        ".rst": lambda place: render.rst(blocks, place),
+        ".csv": lambda place: render.comma_separated(blocks),
+        ".html": lambda place: page(blocks, title=title),
     }
     if path.suffix not in formats:
         raise OptionError(f"--output {path}: {unknown('ending', path.suffix, formats)}")
-    write_text(path, formats[path.suffix]())
+    write_text(path, formats[path.suffix](drawer(path, pictures) if draw else None))
 
 
 def drawer(path: Path, kind: str) -> Callable[[Figure], Path]:

@@ -52,7 +52,7 @@ def pages(at: int) -> int:
     """Bytes of this process: all of its addresses (0), or what is in memory (1); 0 where the system
     does not tell.
     """
-    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[at]) * resource.getpagesize()
     return 0
 
@@ -75,8 +75,17 @@ def attempt(asked: dict, tokens: llguidance.LLTokenizer, answer: dict) -> None:
     limit(asked["seconds"], asked["megabytes"])
     before = pages(1)
     matcher = llguidance.LLMatcher(tokens, asked["grammar"], log_level=0)
-    answer["error"] = matcher.get_error() if matcher.is_error() else ""
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some that nothing can follow show it with the first token
+    answer["error"] = brief(matcher.get_error()) if matcher.is_error() else ""
     answer["bytes"] = max(0, pages(1) - before)
+
+
+def brief(error: str) -> str:
+    """Its first line, which is the message; of a regular expression the last one says more."""
+    lines = error.strip().splitlines() or [""]
+    reason = lines[-1].removeprefix("error:")
+    return lines[0] if reason == lines[-1] else lines[0] + reason
 
 
 def main() -> None:

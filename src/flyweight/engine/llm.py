@@ -8,6 +8,7 @@ engine's steps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,7 @@ from flyweight.engine.speculation.loading import (
     refuse_speculation,
 )
 from flyweight.engine.speculation.option import Speculation
+from flyweight.engine.speculation.plain_step import try_step
 from flyweight.engine.speculation.speculator import speculator_of
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
@@ -235,7 +237,10 @@ class LLM:
             )
         if drafter is not None:
             self.engine.speculator = speculator_of(
-                drafter, wanted.guesses, while_it_pays=wanted.while_it_pays
+                drafter,
+                wanted.guesses,
+                while_it_pays=wanted.while_it_pays,
+                try_out=functools.partial(try_step, self.engine.runner),
             )
         self.driver = Driver(self.engine)
 

@@ -33,6 +33,8 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     from flyweight.checkpoint.streamed import Streamed
 
     checkpoint = Checkpoint(resolve(name))
+    # before the tokenizer, for which transformers may read config.json too, and blames the former
+    ModelConfig.from_dict(checkpoint.config)
     return Streamed(checkpoint, device), tokenizer_of(checkpoint)
 
 

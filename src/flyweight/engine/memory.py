@@ -328,7 +328,7 @@ def count_states(
 def available_memory() -> int:
     """Bytes that this process may take without swapping."""
     try:
-        with open("/proc/meminfo") as file:
+        with open("/proc/meminfo", encoding="utf-8") as file:
             return next(
                 int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
             )

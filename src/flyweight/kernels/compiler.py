@@ -50,7 +50,7 @@ def cache_folder() -> Path:
 def source_of(file: str) -> str:
     """The file with this package's own `#include "x.cuh"` lines replaced by their text."""
     lines = []
-    for line in (SOURCES / file).read_text().splitlines():
+    for line in (SOURCES / file).read_text(encoding="utf-8").splitlines():
         if line.startswith('#include "'):
             line = source_of(line.split('"')[1])
         lines.append(line)

@@ -233,9 +233,21 @@ def compare(
         loss_before = -expected.gather(1, wanted)[:, 0]
         losses.add(loss.cpu())
         ratio.add((loss - loss_before).cpu())
+        expected, found = on_shared(expected, found)
         divergence.add((expected.exp() * (expected - found)).sum(1).cpu())
         same.add((expected.argmax(1) == found.argmax(1)).cpu())
         if progress:
             progress(losses.count, total, math.exp(losses.value))
     agreement = Agreement(divergence.value, divergence.error, same.value, ratio.value, ratio.error)
     return _perplexity(losses, window, stride, bos, time.perf_counter() - begin), agreement
+
+
+def on_shared(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [tokens, vocabulary] of the same tokens: models of one family may pad their
+    vocabularies to different sizes, and only one of them knows what stands behind the other's end.
+    """
+    if first.shape == second.shape:
+        return first, second
+    shared = min(first.shape[1], second.shape[1])
+    one, other = (torch.log_softmax(each[:, :shared], -1) for each in (first, second))
+    return one, other

@@ -87,11 +87,11 @@ class Part:
         elif isinstance(tensor, VectorQuant):
             self.indices = tensor.split_indices()
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> Tensor | float:
         """[out, groups, 1] or a number for all."""
         assert isinstance(self.tensor, IntGroup)
         if self.tensor.zeros is None:
-            return torch.tensor(2.0 ** (self.tensor.bits - 1), device=self.tensor.device)
+            return 2.0 ** (self.tensor.bits - 1)
         return self.tensor.zeros.float()[..., None]
 
     def move_towards(self, original: Tensor) -> None:

@@ -19,6 +19,7 @@ from flyweight.checkpoint.folder import read_json
 from flyweight.checkpoint.formats.base import dense_of
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint
+from flyweight.checkpoint.target import check_target, place_of
 from flyweight.checkpoint.writer import recover
 from flyweight.device import pick_device
 from flyweight.engine.memory import available_memory
@@ -72,7 +73,7 @@ def quantize(
         raise OptionError("quantize needs an output folder: -o OUT")
     if options.format:
         formats.named(options.format)  # an unknown name must not show after an hour of calibration
-    job = Job(model, options.chosen_recipe(scheme), Path(output).absolute(), options)
+    job = Job(model, options.chosen_recipe(scheme), place_of(output), options)
     job.check_tuning()
     samples = job.samples()
     fingerprint = job.fingerprint(samples)
@@ -181,12 +182,8 @@ class Job:
         )
 
     def check_output(self) -> None:
-        if self.output.is_file():
-            raise OptionError(f"{self.output} is a file; choose another name for the folder")
-        if self.output.exists() and not self.options.overwrite and any(self.output.iterdir()):
-            raise OptionError(
-                f"{self.output} exists already; pass --overwrite or choose another folder"
-            )
+        source = getattr(self.source, "folder", None)
+        check_target(self.output, overwrite=self.options.overwrite, source=source)
 
     def samples(self) -> Samples | None:
         """Calibration windows, or None where the recipe needs no text."""

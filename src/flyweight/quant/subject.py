@@ -97,10 +97,11 @@ def load_subject(
 
     place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
+    # before the tokenizer, for which transformers may read config.json too
+    config = ModelConfig.from_dict(checkpoint.config)
     ids, bos = tokens_of(checkpoint, text)
     weights = narrow_head(checkpoint, rounding.head)
     computed = choose_dtype(dtype, checkpoint.config, place)
-    config = ModelConfig.from_dict(checkpoint.config)
     scheme = choose_kv_scheme(rounding.kv_dtype, checkpoint, config)
     weights = narrow_books(balance_keys(weights, scheme), rounding.vptq_books, place)
     prompt_dtype = rounding.prompt_dtype

@@ -9,7 +9,7 @@ what the original does.
 No gradient outlives its block: memory holds the packed weights, the hidden states of one batch and
 one dense block (or the graphs of all blocks, where a GPU has room: then nothing is run again). With
 `rounding` codes move too (movable.py). Some samples are held out; the result is kept only if their
-loss falls.
+loss falls. On a GPU a step is one launch (captured.py).
 
 `tune_block` does the same to one block alone, towards the output of the original's block, before
 the blocks behind it are solved: those then see inputs that are nearer to the original's.
@@ -28,6 +28,7 @@ from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage
 from flyweight.quant.cache import ActivationCache
+from flyweight.quant.captured import Captured
 from flyweight.quant.movable import FIELDS, Movable, Part
 from flyweight.quant.rounding import SAME_GRADIENTS, output_error, trainable
 from flyweight.quant.statistics import matmul_precision
@@ -76,14 +77,19 @@ class TunedBlock:
             *self.norms.values(),
             *(field for part in self.parts.values() for field in part.moves.values()),
         ]
-        groups = [{"params": [field.move for field in moving]}]
         codes = [
             part.codes for part in self.parts.values() if part.moving and part.codes is not None
         ]
-        if codes:
-            groups.append({"params": codes})
+        on_gpu = work.device.type == "cuda"
         self.adam = torch.optim.Adam(
-            groups, lr=settings.rate, betas=(0.9, 0.95), fused=work.device.type == "cuda"
+            [  # rates lie on the device, where a captured step reads them
+                {"params": params, "lr": torch.zeros((), device=work.device)}
+                for params in ([field.move for field in moving], codes)
+                if params
+            ],
+            betas=(0.9, 0.95),
+            fused=on_gpu,
+            capturable=on_gpu,
         )
 
         self.block = trainable(work)
@@ -95,10 +101,12 @@ class TunedBlock:
         dtype = self.work.dtype
         for group in self.work.groups:
             self.block.linears[group.name].substitute(self.joined(group.linears))
+        plain = dict(self.block.norms)
         for name, norm in self.norms.items():
-            before = self.block.norms[name]
-            self.block.norms[name] = replace(before, weight=norm.value().to(dtype))
+            self.block.norms[name] = replace(plain[name], weight=norm.value().to(dtype))
         out = self.block.forward(x, self.context)
+        # What stayed would hold this pass's graph, and with it the stream that gradients add up on.
+        self.block.norms.update(plain)
         for linear in self.block.linears.values():
             linear.substitute(None)
         return out
@@ -118,7 +126,7 @@ class TunedBlock:
         return run
 
     def backward(
-        self, x: Tensor, gradient: Tensor, share: float, *, y: Tensor | None = None
+        self, x: Tensor, gradient: Tensor, share: Tensor | float, *, y: Tensor | None = None
     ) -> Tensor:
         """The gradient of the input; parameters have moved by `share` of the first step's rate.
         Without `y`, what `forward` gave with its graph, the block runs once more.
@@ -132,16 +140,19 @@ class TunedBlock:
         assert x.grad is not None
         return x.grad
 
-    def move(self, share: float) -> None:
+    def move(self, share: Tensor | float) -> None:
         """By the gradients that are there."""
         rates = (self.settings.rate, 2 * self.settings.rounding / self.settings.steps)
         for group, rate in zip(self.adam.param_groups, rates, strict=False):
-            group["lr"] = rate * share
+            group["lr"].fill_(share * rate)
         self.adam.step()
-        self.adam.zero_grad()
+        self.forget()
         for part in self.parts.values():
             if part.moving:
                 part.stay_inside()
+
+    def forget(self) -> None:
+        self.adam.zero_grad()
 
     def finish(self) -> None:
         self.work.quantized |= {name: part.result() for name, part in self.parts.items()}
@@ -160,36 +171,39 @@ class Predictions:
         self.head = head
         self.shape = shape  # what a family does to its logits
 
-    def log_probabilities(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(reference.normalize(hidden, self.norm), self.head).float()
-        return torch.log_softmax(self.shape(logits), -1)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.shape(F.linear(reference.normalize(hidden, self.norm), self.head))
 
-    def divergence(
-        self, hidden: Tensor, wanted: Tensor, *, gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """(mean KL over tokens, its gradient by hidden [sequences, tokens, size])"""
+    @torch.no_grad()
+    def divergence(self, hidden: Tensor, wanted: Tensor) -> float:
+        """Mean KL over tokens of hidden [sequences, tokens, size]."""
         total = torch.zeros((), device=hidden.device)
-        parts = []
+        for x, y in self.parts(hidden, wanted):
+            found, target = (self.logits(part).float().log_softmax(-1) for part in (x, y))
+            total += F.kl_div(found, target, reduction="sum", log_target=True)
+        return float(total) / hidden[..., 0].numel()
+
+    def gradient(self, hidden: Tensor, wanted: Tensor) -> Tensor:
+        """Of the mean KL by hidden. By logits it is the difference of the probabilities, so that
+        nothing else of the vocabulary's size is made: such tensors take more time than a block.
+        """
         count = hidden[..., 0].numel()
-        for x, y in zip(
-            hidden.flatten(0, 1).split(ROWS), wanted.flatten(0, 1).split(ROWS), strict=True
-        ):
-            x = x.detach().requires_grad_(gradient)
-            with torch.set_grad_enabled(gradient):
-                loss = (
-                    F.kl_div(
-                        self.log_probabilities(x),
-                        self.log_probabilities(y),
-                        reduction="sum",
-                        log_target=True,
-                    )
-                    / count
-                )
-            total += loss.detach()
-            if gradient:
-                loss.backward()
-                parts.append(x.grad)
-        return total, torch.cat(parts).view_as(hidden) if gradient else None
+        parts = []
+        for x, y in self.parts(hidden, wanted):
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                logits = self.logits(x)
+            pull = torch.softmax(logits.detach(), -1, dtype=torch.float32)
+            pull.sub_(torch.softmax(self.logits(y), -1, dtype=torch.float32)).div_(count)
+            logits.backward(pull.to(logits.dtype))
+            assert x.grad is not None
+            parts.append(x.grad)
+        return torch.cat(parts).view_as(hidden)
+
+    @staticmethod
+    def parts(hidden: Tensor, wanted: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """ROWS tokens at a time."""
+        return zip(*(x.flatten(0, 1).split(ROWS) for x in (hidden, wanted)), strict=True)
 
 
 @torch.no_grad()
@@ -240,12 +254,18 @@ class Chain:
             for work in self.works:
                 x = work.build().forward(x, self.context)
                 work.unpacked.clear()
-            total += len(x) * float(self.predictions.divergence(x, wanted, gradient=False)[0])
+            total += len(x) * self.predictions.divergence(x, wanted)
             count += len(x)
         return total / count
 
     def step(
-        self, blocks: Sequence[TunedBlock], x: Tensor, wanted: Tensor, share: float, *, keep: bool
+        self,
+        blocks: Sequence[TunedBlock],
+        x: Tensor,
+        wanted: Tensor,
+        share: Tensor | float,
+        *,
+        keep: bool,
     ) -> None:
         """One batch through all blocks and back; with `keep` the graphs of all of them are held,
         else each block runs once more on the way back.
@@ -257,9 +277,8 @@ class Chain:
                 y = block.forward(x)
             passed.append((x, y if keep else None))
             x = y
-        gradient = self.predictions.divergence(x, wanted, gradient=True)[1]
+        gradient = self.predictions.gradient(x, wanted)
         for block in reversed(blocks):
-            assert gradient is not None
             x, kept = passed.pop()
             gradient = block.backward(x, gradient, share, y=kept)
 
@@ -275,6 +294,23 @@ def graphs_fit(blocks: Sequence[TunedBlock], x: Tensor) -> bool:
         del y
     unused = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
     return needed < (torch.cuda.mem_get_info(x.device)[0] + unused) / 2
+
+
+def steps_of(chain: Chain, blocks: Sequence[TunedBlock], *, keep: bool) -> Callable[..., None]:
+    """`chain.step` as (x, wanted, share) → nothing, captured where the host is not needed in it: it
+    reads which experts tokens go to.
+    """
+
+    def step(x: Tensor, wanted: Tensor, share: Tensor) -> None:
+        chain.step(blocks, x, wanted, share, keep=keep)
+
+    def forget() -> None:
+        for block in blocks:
+            block.forget()
+
+    if any(group.routed for work in chain.works for group in work.groups):
+        return step
+    return Captured(step, forget=forget)
 
 
 @torch.no_grad()
@@ -310,12 +346,13 @@ def tune(
         TunedBlock(work, chain.context, settings, originals(i)) for i, work in enumerate(works)
     ]
     with matmul_precision("high"), SAME_GRADIENTS():
-        keep = graphs_fit(blocks, batch(used[: settings.batch])[0])
+        run = steps_of(chain, blocks, keep=graphs_fit(blocks, batch(used[: settings.batch])[0]))
         for step in range(settings.steps):
             picked = torch.randperm(len(used), generator=generator)[: settings.batch].tolist()
             x, wanted = batch([used[i] for i in picked])
-            chain.step(blocks, x, wanted, 1 - step / settings.steps, keep=keep)
+            run(x, wanted, torch.full((), 1 - step / settings.steps, device=x.device))
             listen(step + 1)
+        del run  # and the memory of its graph
     for block in blocks:
         block.finish()
     after = loss()

@@ -72,7 +72,7 @@ def weights_in_memory(settings: Settings) -> int:
         return 0
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}
     dtype = settings.engine.get("dtype") or "float32"

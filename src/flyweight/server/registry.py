@@ -54,7 +54,7 @@ def running_servers() -> list[dict[str, Any]]:
         except (Timeout, OSError):
             # it has just ended, or is just beginning
             with contextlib.suppress(OSError, ValueError):
-                found.append(json.loads(path.read_text()))
+                found.append(json.loads(path.read_text(encoding="utf-8")))
             continue
         forget(path, lock)
     return sorted(found, key=lambda facts: facts.get("started", 0))

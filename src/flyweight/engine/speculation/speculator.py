@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flyweight.engine.request import Request, State
 from flyweight.engine.speculation.drafter import Drafter
@@ -126,16 +126,21 @@ class Speculator:
 
 
 def speculator_of(
-    drafter: Drafter, guesses: int | None, *, while_it_pays: bool = False
+    drafter: Drafter,
+    guesses: int | None,
+    *,
+    while_it_pays: bool = False,
+    try_out: Callable[[int], float | None] = lambda _: None,
 ) -> Speculator:
     """With so many guesses in a step; None: as many as pay. Guesses of a model or a head are made
-    where earlier text has none; `while_it_pays`: and where they bring more than they cost.
+    where earlier text has none; `while_it_pays`: and where they bring more than they cost, beside
+    what steps without take (`try_out`: of so many sequences, where nobody knows yet).
     """
     if guesses is None:
         return Speculator(drafter, Measured())
     if isinstance(drafter, NgramDrafter):
         return Speculator(drafter, Fixed(guesses))
-    trial = Trial(guesses) if while_it_pays else None
+    trial = Trial(guesses, try_out) if while_it_pays else None
     return Speculator(LookupFirst(drafter, guesses, trial), Fixed(max(guesses, MOST_GUESSES)))
 
 

@@ -7,17 +7,18 @@ more tokens, by how many are right. With a the chance of a request's guess, k gu
     gain = (1 + a + … + aᵏ) · seconds of a step without / seconds of one with k
 
 Times are those of steps of as many sequences, whichever requests they were for; every k is tried at
-first. The chance is a request's own. Without guesses no time was measured at first, so the first
-request goes without. A request that loses with every k is given up for good, since a head that did
-not follow some steps cannot go on. What one loses says little of the next, which may be about
-something else: only where several lost one after the other some go without a trial.
+first. The chance is a request's own. Without guesses no time was measured at first: a step is tried
+out where that can be done on the side, else the first request goes without. A request that loses
+with every k is given up for good, since a head that did not follow some steps cannot go on. What
+one loses says little of the next, which may be about something else: only where several lost one
+after the other some go without a trial.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flyweight.engine.request import Request
 from flyweight.engine.speculation.lengths import Chance, expected, size_of
@@ -49,8 +50,11 @@ class Times:
 
 
 class Trial:
-    def __init__(self, most: int) -> None:
-        """`most`: guesses in a step."""
+    def __init__(self, most: int, try_out: Callable[[int], float | None] = lambda _: None) -> None:
+        """`most`: guesses in a step; `try_out`: seconds of a step without any of so many sequences,
+        or None.
+        """
+        self.try_out = try_out
         self.without = Times()
         self.guessed = {count: Times() for count in range(1, most + 1)}
         self.chances: dict[int, Chance] = {}
@@ -61,7 +65,9 @@ class Trial:
     def begins(self, request: Request, sequences: int) -> bool:
         """Whether this request is tried: asked once, when its answer begins."""
         if self.without.of(sequences) is None:
-            return False
+            if (seconds := self.try_out(sequences)) is None:
+                return False
+            self.without.learn(seconds, sequences)
         if self.losses:
             self.passed_over += 1
             if self.passed_over % min(self.losses, RETRY):

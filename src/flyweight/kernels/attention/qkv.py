@@ -39,6 +39,8 @@ HEAD_DIMS = (64, 128, 256)
 # Where a row alone would have up to so many runs, a CTA takes several rows of a sequence at once
 # (TOGETHER of qkv_attention.cu); more runs are short enough, and cost more to hand over
 TOGETHER = 4
+# Bytes: where the first 32 tiles of a run lie in the cache, and the newest token; what a CTA takes
+KNOWN = 4 * 32 + 16 + 64
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -119,7 +121,7 @@ def chunk_bytes(shape: HeadShape, chunk: int, device: Gpu) -> int:
     """
     query = 2 * shape.head_dim + (64 if shape.eight_bits else 16)
     queries = (rows_together(shape, chunk, device) - 1) * shape.item_heads * query
-    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0) + queries
+    return 4 * shape.head_dim * (chunk - 1) + (36 * chunk if chunk > 1 else 0) + queries
 
 
 def rows_together(shape: HeadShape, chunk: int, device: Gpu) -> int:
@@ -146,7 +148,7 @@ def linear_plan(
     leave each other room; `lone_row`: one, without an adapter.
     """
     tiles = most_tiles(shape, device)
-    own = more + shape.item_heads * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
+    own = more + shape.item_heads * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128 + KNOWN
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
         own += shape.item_heads * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is

@@ -20,20 +20,26 @@
 // other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. With a norm it is faster
 // than batch.cu where all kernels of a layer leave each other room, and slower elsewhere; W8A8's qkv made steps slower: it has none.
 //
+// SPREAD: up to four rows have two columns of the products each, and share out the inputs: one has the first halves of blocks, the other
+// the second, as in gemv_registers.cuh. So each lane has half as many, and columns are added up when a tile ends.
+//
 // NORM: x is multiplied with the norm's weights on its way into registers; warps tell both CTAs the squares of all their inputs, of
 // several turns in the last one, and sums get the norm's factor at the end.
 //
 // BESIDE: registers are those of a kernel with 16 warps. Of two kernels on an SM the other may be one with fewer warps and more registers
 // (qkv_attention.cu with x in them), and registers are given out by quarters of an SM.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, NORM (0), EPILOGUE, BIAS, BESIDE (0), SETS (of 8 rows), WARPS, TEAM, ROUND, STAGES, HELD,
-// SHARED_BYTES
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, NORM (0), EPILOGUE, BIAS, BESIDE (0), SETS (of 8 rows), SPREAD (1), WARPS, TEAM, ROUND, STAGES,
+// HELD, SHARED_BYTES
 #define CLUSTER 2
 #ifndef BESIDE
 #define BESIDE 0
 #endif
 #ifndef NORM
 #define NORM 0
+#endif
+#ifndef SPREAD
+#define SPREAD 1
 #endif
 #include "common.cuh"
 #include "linear.cuh"
@@ -57,8 +63,9 @@ typedef float4 sum4;
 constexpr int GROUPS = KDIM / 128, HALF = (GROUPS + CLUSTER - 1) / CLUSTER, TURNS = (HALF + WARPS - 1) / WARPS;
 constexpr bool RAGGED = GROUPS != CLUSTER * TURNS * WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
-constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
-constexpr int NORMS = NORM ? 4 : 1;  // 16 bytes of the norm's weights, in a lane
+constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1;
+constexpr int OWN_HALVES = 4 / SPREAD;            // of blocks, that a lane has of 128 inputs
+constexpr int NORMS = NORM ? OWN_HALVES : 1;      // 16 bytes of the norm's weights, in a lane
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
 constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORD_BYTES = QUANTIZED ? 0 : 64;  // of a tile × 128 inputs
 constexpr int RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = TEAM * (UNIT_BYTES + RECORD_BYTES);
@@ -66,6 +73,7 @@ constexpr bool TELLS = QUANTIZED || NORM;  // warps tell both CTAs something of 
 static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE, "what this is for");
 static_assert(!(NORM || GATE_UP) || (!QUANTIZED && SETS == 1 && !(NORM && FP16)), "one set; x times the norm's weights is no float16");
 static_assert(KDIM % 128 == 0 && NDIM % 16 == 0, "whole groups and tiles");
+static_assert(SPREAD == 1 || (SETS == 1 && !QUANTIZED), "a row has SPREAD columns, and the two halves of blocks chains of their own");
 static_assert(WARPS % TEAM == 0 && WARPS <= 16, "teams are whole");
 static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums fit where weights were; a barrier for each stage");
 
@@ -122,6 +130,9 @@ struct Place {
   int unit, warp, teller;
   bool there, last;  // it has inputs; no turn follows
 };
+
+DEVICE int row_of(int lane) { return SPREAD > 1 ? lane / 4 % 4 : lane / 4; }
+DEVICE int half_of(int i, int lane) { return SPREAD > 1 ? 2 * i + lane / 16 : i; }  // of four, the i-th of a lane's
 
 // What the four lanes of a row have found goes to both CTAs; `teller`: which warp of a cluster's. The other CTA must be there.
 DEVICE void tell(Shared& sh, float found, int teller, int lane) {
@@ -189,9 +200,10 @@ DEVICE void multiply_unit(u8* unit, const u32*, const Inputs& in, const uint4*, 
   ((sum4*)unit)[lane] = {acc[0], acc[1], acc[2], acc[3]};
 }
 #else
+constexpr int CHAINS = SETS == 1 ? 2 : 1;  // of additions
 // 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1 of a set; rows that are not there are 0.
 struct Inputs {
-  u32 x[8][2];
+  u32 x[2 * OWN_HALVES][2];
   float sum[SETS][2];
 };
 // Eight inputs times the norm's weights.
@@ -209,21 +221,21 @@ DEVICE uint4 weighed(uint4 x, uint4 weight, float& squares) {
 DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&norm)[NORMS], float& squares, Place place, int rows,
                         int lane) {
   uint4* moved = sh.x[place.warp];
-  u32 all[SETS][8][2];
+  u32 all[SETS][2 * OWN_HALVES][2];
 #pragma unroll
-  for (int i = 0; i < SETS * 4; i++) {
-    const int row = i / 4 * 8 + lane / 4;
+  for (int i = 0; i < SETS * OWN_HALVES; i++) {
+    const int row = i / OWN_HALVES * 8 + row_of(lane), own = i % OWN_HALVES;
     uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < rows && place.there) x = ((const uint4*)(a.x + (size_t)row * KDIM))[place.unit * 16 + i % 4 * 4 + lane % 4];
+    if (row < rows && place.there) x = ((const uint4*)(a.x + (size_t)row * KDIM))[place.unit * 16 + half_of(own, lane) * 4 + lane % 4];
     if (NORM) x = weighed(x, norm[i % NORMS], squares);
-    u32(&to)[8][2] = all[i / 4];
-    to[i % 4 * 2][0] = x.x, to[i % 4 * 2][1] = x.y, to[i % 4 * 2 + 1][0] = x.z, to[i % 4 * 2 + 1][1] = x.w;
+    u32(&to)[2 * OWN_HALVES][2] = all[i / OWN_HALVES];
+    to[own * 2][0] = x.x, to[own * 2][1] = x.y, to[own * 2 + 1][0] = x.z, to[own * 2 + 1][1] = x.w;
   }
 #pragma unroll
   for (int set = SETS - 1; set >= 0; set--) {  // the one that leaves its registers first
     float sums[CHAINS][4] = {};
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 2 * OWN_HALVES; i++) {
       u32(&x)[2] = all[set][i];
       mma16<FP16>(sums[i % CHAINS], ONES, ONES, ONES, ONES, x[0], x[1]);
       const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart
@@ -241,7 +253,9 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, const uint4 (&n
   if (NORM && place.last) {
     __syncwarp();
     cluster_wait();  // the other CTA is there
-    tell(sh, sum_of_four(squares), place.teller, lane);
+    squares = sum_of_four(squares);
+    if (SPREAD > 1) squares += __shfl_xor_sync(~0u, squares, 16);  // of a row's other column
+    tell(sh, squares, place.teller, lane);
   }
 }
 
@@ -265,7 +279,7 @@ DEVICE void multiply_unit(u8* unit, const u32* records, const Inputs& in, const 
 #pragma unroll
       for (int set = 0; set < SETS; set++) {
         const uint4 far = xs[set ? set - 1 : 0];
-        const u32(&near)[2] = in.x[4 * block + 2 * half + step];
+        const u32(&near)[2] = in.x[SPREAD > 1 ? 2 * block + step : 4 * block + 2 * half + step];
         const u32 x0 = !set ? near[0] : half ? far.z : far.x, x1 = !set ? near[1] : half ? far.w : far.y;
         mma16<FP16>(acc[set][half % CHAINS], w[0], w[1], w[2], w[3], x0, x1);
       }
@@ -282,7 +296,8 @@ DEVICE void multiply_unit(u8* unit, const u32* records, const Inputs& in, const 
     float total[4];
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const float sum = CHAINS == 1 ? acc[set][0][e] : acc[set][0][e] + acc[set][CHAINS - 1][e];
+      float sum = CHAINS == 1 ? acc[set][0][e] : acc[set][0][e] + acc[set][CHAINS - 1][e];
+      if (SPREAD > 1) sum = lane % 4 < 2 ? acc[set][0][e] : acc[set][CHAINS - 1][e];
       total[e] = scale[e / 2] * (sum + offset[e / 2] * in.sum[set][e % 2]);
     }
     ((float4*)unit)[set * 32 + lane] = make_float4(total[0], total[1], total[2], total[3]);
@@ -293,7 +308,7 @@ DEVICE void load_norm(uint4 (&norm)[NORMS], const Linear& a, const Place& place,
 #pragma unroll
   for (int i = 0; i < (NORM ? NORMS : 0); i++) {
     norm[i] = make_uint4(0, 0, 0, 0);
-    if (place.there) norm[i] = ((const uint4*)a.norm)[place.unit * 16 + i * 4 + lane % 4];
+    if (place.there) norm[i] = ((const uint4*)a.norm)[place.unit * 16 + half_of(i, lane) * 4 + lane % 4];
   }
 }
 DEVICE Place place_in(const Part& part, int turn, int warp) {
@@ -388,6 +403,10 @@ DEVICE void take_sums(sum4 (&sums)[SETS], Shared& sh, int& slot, int lane) {
       barrier_arrive(&sh.empty[slot]);
     }
     if (++slot == STAGES) slot = 0;
+  }
+  if constexpr (SPREAD > 1) {
+    sum4& of = sums[0];
+    of = sum_of(of, {__shfl_xor_sync(~0u, of.x, 2), __shfl_xor_sync(~0u, of.y, 2), __shfl_xor_sync(~0u, of.z, 2), __shfl_xor_sync(~0u, of.w, 2)});
   }
 }
 // What sums of row lane / 4 are multiplied with at the end.

@@ -587,8 +587,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 4; i++) {
         const int n = i / 4, j = i % 4, token = 8 * n + 2 * t + (j & 1);
-        if (token < ROWS)
-          partial[g + 8 * (j / 2)][token] = as_float(SETS == 1 ? inputs.sized(whole[0][n][j], n, j & 1) : whole[0][n][j] + whole[SETS - 1][n][j]);
+        const auto sum = SETS == 1 ? inputs.sized(whole[0][n][j], n, j & 1) : whole[0][n][j] + whole[SETS - 1][n][j];
+        if (token < ROWS) partial[g + 8 * (j / 2)][token] = as_float(sum);
       }
     }
     // sums for the CTA before this one are left at once
@@ -609,10 +609,13 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
 
 // This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear; it is `index` of `workers`. The producer warp comes back with false and is done;
 // for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
-// ahead of the kernel before this one.
-template <typename TileAt, typename Early>
+// ahead of the kernel before this one; so is `meanwhile`, which the others run.
+struct Nothing {
+  DEVICE void operator()() const {}
+};
+template <typename TileAt, typename Early, typename Meanwhile = Nothing>
 DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int index, int workers,
-                   Slice whole = slice_at(0), float* mail = nullptr) {
+                   Slice whole = slice_at(0), float* mail = nullptr, Meanwhile meanwhile = {}) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if ADAPTER_RANK
   if (threadIdx.x == 0) sh.adapter.index = index, sh.adapter.workers = workers;
@@ -635,6 +638,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   }
   Ring ring = {sh};
 #endif
+  meanwhile();
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
   Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);

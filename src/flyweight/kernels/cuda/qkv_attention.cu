@@ -59,14 +59,8 @@
 #define CHUNK_ARGUMENTS
 #endif
 #include "gemv.cuh"
-// Where the tiles of older tokens lie is asked for ahead of the linear: where each lies in one page, before Hopper (elsewhere not timed).
-#define EARLY_PLACES (OWN_COPIES && PAGE % 16 == 0 && WINDOW == 0)
-#if EARLY_PLACES
-#define PLACES_ARGUMENT , const Places& places
-#define PLACES_GIVEN , places
-#else
-#define PLACES_ARGUMENT
-#define PLACES_GIVEN
+#ifndef KNOWN  // tiles of a run whose place in the cache is asked for ahead of the linear, where each lies in one page
+#define KNOWN (PAGE % 16 == 0 && WINDOW == 0 ? 32 : 0)
 #endif
 #include "patience.cuh"
 #include "attention.cuh"
@@ -103,6 +97,62 @@ static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one othe
 static_assert(!TOGETHER || (CHUNK > 1 && !GATED), "what rows of a sequence have together");
 static_assert(!TOGETHER || WINDOW == 0 || WINDOW >= 64, "no tile has a row that sees nothing of it");
 
+// What a CTA takes at once: a row, or rows of a sequence that follow each other.
+struct Part {
+  int first, rows;   // the first row, and how many
+  int older, fresh;  // tokens in the cache, and new ones: the last `rows` of them are the rows'
+  DEVICE int length() const { return older + fresh; }
+  DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
+};
+// The older tokens of a part, cut as in attention.cuh: the last run has the new ones, too.
+DEVICE Run run_of(const Part& part, int split, int splits) {
+  const int oldest = oldest_of(part.length(), part.rows), all = max(part.older - oldest, 0);
+  const int each = max(SHORTEST, ((all + splits - 1) / splits + 15) / 16 * 16), begin = oldest + split * each;
+  return {begin, max(begin, min(begin + each, part.older)), max((all + each - 1) / each, 1)};
+}
+#if TOGETHER
+// The parts of a step. Of rows a bit each: which begin a part, which go on with one. A row's length and what is before it are in its lane.
+struct Parts {
+  int length, back;
+  u32 begin, go_on;
+  int count, splits;  // runs of a part, at most
+  DEVICE Parts(int length, int back) : length(length), back(back) {
+    go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
+    begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
+    count = __popc(begin);
+    splits = max(1, min(32, ITEM_CTAS / max(1, count)));
+  }
+  DEVICE Part part(int index) const {
+    u32 rest = begin;
+    for (int i = 0; i < index; i++) rest &= rest - 1;
+    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), whole = __shfl_sync(~0u, length, first);
+    const int mine = min(__shfl_sync(~0u, back, first), whole - 1);
+    return {first, rows, whole - 1 - mine, mine + rows};
+  }
+};
+#else
+struct Parts {
+  DEVICE Part part(int length, const int* before, int row) const {
+    const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
+    return {row, 1, length - 1 - back, back + 1};
+  }
+};
+#endif
+
+// Of a part's results, four each, where those begin that a run's CTA gathers.
+DEVICE int quad_of(const Part& part, const Run& run, int split) { return split * (part.rows * G * HEAD_DIM / 4) / run.used; }
+
+// What a CTA takes of a step: a run of a part, and the same of the parts `step` further on. Made ahead of the linear, since it takes a
+// dozen divisions.
+struct Share {
+  Part part;
+  Run run;
+  int first_quad, last_quad;  // of the part's results, four each, that this CTA gathers
+  int split, splits;     // of the part
+  int own, step, count;  // the first part, how many lie between two, and how many there are
+  DEVICE bool exists() const { return part.length() && split < run.used; }
+};
+
 struct __align__(128) Shared {
   LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
   u16 query[QUERIES][QUERY_ROW];
@@ -110,6 +160,8 @@ struct __align__(128) Shared {
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
 #endif
+  Share share;
+  int places[KNOWN ? KNOWN : 1], slots[CHUNK];  // in the cache: of the first tiles of our first run, of its part's new tokens
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
@@ -162,57 +214,29 @@ DEVICE size_t token_at(const Attention& a, int sequence, int token, int head) {
   return (slot_of(a, sequence, token) * KV_HEADS + head) * HEAD_DIM;
 }
 
-// What a CTA takes at once: a row, or rows of a sequence that follow each other.
-struct Part {
-  int first, rows;   // the first row, and how many
-  int older, fresh;  // tokens in the cache, and new ones: the last `rows` of them are the rows'
-  DEVICE int length() const { return older + fresh; }
-  DEVICE int row_of(int place) const { return first + rows - fresh + place; }  // of a new token
-};
-#if TOGETHER
-// The parts of a step. Of rows a bit each: which begin a part, which go on with one. A row's length and what is before it are in its lane.
-struct Parts {
-  int length, back;
-  u32 begin, go_on;
-  int count, splits;  // runs of a part, at most
-  DEVICE Parts(int length, int back) : length(length), back(back) {
-    go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
-    begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
-    count = __popc(begin);
-    splits = max(1, min(32, ITEM_CTAS / max(1, count)));
-  }
-  DEVICE Part part(int index) const {
-    u32 rest = begin;
-    for (int i = 0; i < index; i++) rest &= rest - 1;
-    const int first = __ffs(rest) - 1, rows = __ffs(~(go_on >> 1 >> first)), whole = __shfl_sync(~0u, length, first);
-    const int mine = min(__shfl_sync(~0u, back, first), whole - 1);
-    return {first, rows, whole - 1 - mine, mine + rows};
-  }
-};
-#else
-struct Parts {
-  static constexpr int count = ROWS, splits = SPLITS;
-  DEVICE Part part(int length, const int* before, int row) const {
-    const int back = CHUNK > 1 ? min(before[row], min(CHUNK, length) - 1) : 0;  // new tokens of the sequence in rows before
-    return {row, 1, length - 1 - back, back + 1};
-  }
-};
-#endif
-
 // By the producer warp while it waits: what attention reads first, to L2.
-DEVICE void prefetch(const Attention& a, int sequence, int length, int rows, int split, int splits, int head, int lane) {
+DEVICE void prefetch(const Attention& a, const Share& share, int head, int lane) {
   constexpr int LINES = HEAD_DIM / 64;  // of 128 bytes, in a head of 16-bit values
   constexpr int KV_LINES = (HEAD_DIM * sizeof(Stored) + 127) / 128;  // and in a row of keys or values
-  const Run run = run_of(length, split, splits, rows);
-  if (length == 0 || split >= run.used) return;
-  if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
+  const Run& run = share.run;
+  if (!share.exists()) return;
+  if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(share.part.length() - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
 #pragma unroll 1
   for (int i = lane; i < min(run.end - run.begin, LANES * DEPTH * 16) * KV_LINES; i += 32) {
-    const size_t at = token_at(a, sequence, run.begin + i / KV_LINES, head) + i % KV_LINES * (128 / sizeof(Stored));
+    const size_t at = token_at(a, share.part.first, run.begin + i / KV_LINES, head) + i % KV_LINES * (128 / sizeof(Stored));
     prefetch_l2(a.keys + at);
     prefetch_l2(a.values + at);
   }
+}
+// By one warp while it waits, so that nothing asks for them behind the linear.
+DEVICE void look_up(Shared& sh, const Attention& a, Share share, int lane) {
+  share.first_quad = quad_of(share.part, share.run, share.split), share.last_quad = quad_of(share.part, share.run, share.split + 1);
+  if (lane == 0) sh.share = share;
+  if (!share.exists()) return;
+  const int token = share.run.begin + lane * 16;
+  if (lane < KNOWN && token < share.run.end) sh.places[lane] = (int)slot_of(a, share.part.first, token);
+  if (lane < share.part.fresh) sh.slots[lane] = (int)slot_of(a, share.part.row_of(lane), share.part.older + lane);
 }
 
 // Heads of q, k or v, by one warp: waited for together, then normed, rotated and rounded to 16 bits.
@@ -427,44 +451,29 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens 
 }
 #endif
 
-#if EARLY_PLACES
-// Slots of the first tokens of the tiles that a lane fetches next.
-struct Places {
-  int of[DEPTH + 1];
-};
-DEVICE int tile_place(const Attention& a, int sequence, int begin, int end, int tile) {
-  return end > begin ? (int)slot_of(a, sequence, max(begin, min(begin + tile * 16, end - 1) / 16 * 16)) : 0;
-}
-DEVICE Places first_places(const Attention& a, int sequence, int begin, int end) {
-  Places places;
-#pragma unroll
-  for (int i = 0; i <= DEPTH; i++) places.of[i] = tile_place(a, sequence, begin, end, (int)threadIdx.x / (DIM_PARTS * 32) + i * LANES);
-  return places;
-}
-#endif
-
-// The run [begin, end) of a part's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
-// leaves its states [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched.
+// A run of a part's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA leaves its states
+// [QUERIES][STATE] where its tokens were. Between the start and `prepare`, which makes the queries, tokens are fetched. `known`: this
+// is the run whose places were looked up.
 template <typename Prepare>
-DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, int begin, int end, int fresh PLACES_ARGUMENT, Prepare prepare) {
+DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, const Run& run_of_older, int fresh, bool known, Prepare prepare) {
+  const int begin = run_of_older.begin, end = run_of_older.end;
   constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
   const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
   const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
-#if EARLY_PLACES
+  auto place_of = [&](int tile) {  // of a tile's first token
+    if (tile >= older) return 0;
+    return known && tile < KNOWN ? sh.places[tile] : (int)slot_of(a, part.first, begin + tile * 16);
+  };
   int place = 0;  // of the tile that is fetched
-#endif
   auto fetch = [&](int tile, int slot) {
     if (tile < older)
 #pragma unroll
       for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-#if EARLY_PLACES
-          const size_t at = ((size_t)(place + i) * KV_HEADS + head) * HEAD_DIM + thread % CHUNKS * EACH;
-#else
-          const size_t at = token_at(a, part.first, token, head) + thread % CHUNKS * EACH;
-#endif
+          const size_t row = KNOWN ? ((size_t)(place + i) * KV_HEADS + head) * HEAD_DIM : token_at(a, part.first, token, head);
+          const size_t at = row + thread % CHUNKS * EACH;
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
           copy16(to + SCALES / 2, a.values + at);
@@ -472,7 +481,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
       }
 #if KV8
     if (tile < older && thread < 32 && begin + tile * 16 + thread % 16 < end) {
-      const size_t at = scale_place(slot_of(a, part.first, begin + tile * 16 + thread % 16), head);
+      const size_t at = scale_place(KNOWN ? place + thread % 16 : slot_of(a, part.first, begin + tile * 16 + thread % 16), head);
       copy4(memory + slot * KV_TILE + SCALES + thread * 4, (thread < 16 ? a.key_scales : a.value_scales) + at / 2 * 2);
     }
 #endif
@@ -485,14 +494,10 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
   if (index < LANES)
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
-#if EARLY_PLACES
-      place = places.of[i];
-#endif
+      if (KNOWN) place = place_of(index + i * LANES);
       fetch(index + i * LANES, i);
     }
-#if EARLY_PLACES
-  place = places.of[DEPTH];
-#endif
+  if (KNOWN) place = place_of(index + DEPTH * LANES);
   prepare();
   named_barrier(1, THREADS);
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
@@ -516,9 +521,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, in
 #endif
     meet();
     fetch(tile + DEPTH * LANES, slot);
-#if EARLY_PLACES
-    place = tile_place(a, part.first, begin, end, tile + (DEPTH + 1) * LANES);
-#endif
+    if (KNOWN) place = place_of(tile + (DEPTH + 1) * LANES);
     if (++slot == DEPTH) slot = 0;
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
@@ -572,13 +575,13 @@ DEVICE float sunk(const Attention& a, int h, float most) {
   return SINKS ? exp2_fast(to_float(a.sinks[h]) * 1.4426950408889634f - most) : 0.f;
 }
 
-// This CTA's share of the outputs of `rows` rows of its head, from the states of all runs; `states` is the first one's. Runs sit side
-// by side in the lanes of a warp, four outputs in each. `gates` and `out`: of the first row.
-DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int split, int used, int warp, int lane) {
+// Outputs of `rows` rows of this CTA's head, four each from `begin` to `last`, from the states of all runs; `states` is the first one's.
+// Runs sit side by side in the lanes of a warp, four outputs in each. `gates` and `out`: of the first row.
+DEVICE void gather(const Attention& a, const float* states, const u16* gates, u16* out, int rows, int begin, int last, int used, int warp,
+                   int lane) {
   const int quads = rows * G * HEAD_DIM / 4;
   const int wide = used <= 2 ? 2 : used <= 4 ? 4 : used <= 8 ? 8 : used <= 16 ? 16 : 32;  // lanes for one quad
-  const int last = (split + 1) * quads / used;
-  for (int first = split * quads / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
+  for (int first = begin + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
     const int quad = first + lane / wide, run = lane % wide, query = min(quad, quads - 1) * 4 / HEAD_DIM;
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
     Gates<2> factors(gates + 4 * min(quad, quads - 1));
@@ -664,47 +667,43 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
 #endif
 #if TOGETHER
   const int row_length = lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
-  auto early = [&] {
+  auto first_share = [&]() -> Share {
     const Parts parts(row_length, row_back);
-    const int own = member / parts.splits;
+    const int own = member / parts.splits, split = member % parts.splits;
     const Part part = own < parts.count ? parts.part(own) : Part{};
-    prefetch(a, part.first, part.length(), part.rows, member % parts.splits, parts.splits, head, lane);
+    return {part, run_of(part, split, parts.splits), 0, 0, split, parts.splits, own, ITEM_CTAS / parts.splits, parts.count};
   };
+  auto part_at = [&](int index) { return Parts(lane < ROWS ? lengths[lane] : 0, lane < ROWS ? before[lane] : 0).part(index); };
 #else
-  int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
-  auto early = [&] { prefetch(a, member / SPLITS, length, 1, member % SPLITS, SPLITS, head, lane); };
+  const int length = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
+  auto first_share = [&]() -> Share {
+    const Part part = length ? Parts().part(length, before, member / SPLITS) : Part{};
+    return {part, run_of(part, member % SPLITS, SPLITS), 0, 0, member % SPLITS, SPLITS, member / SPLITS, ITEM_CTAS / SPLITS, ROWS};
+  };
+  auto part_at = [&](int index) { return lengths[index] ? Parts().part(lengths[index], before, index) : Part{}; };
 #endif
-#if EARLY_PLACES && CHUNK == 1
-  const Run first_run = run_of(length, member % SPLITS, SPLITS);
-  const Places known = first_places(a, member / SPLITS, first_run.begin, length ? min(first_run.end, length - 1) : 0);
-#endif
+  auto early = [&] { prefetch(a, first_share(), head, lane); };
+  auto meanwhile = [&] {
+    if (warp == 0) look_up(sh, a, first_share(), lane);
+  };
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
-              blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
+              blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) return;
 
   if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER
-  const Parts parts(row_length, row_back);
+  const Share& share = sh.share;
+  const int splits = share.splits, split = share.split, own = share.own, step = share.step, count = share.count;
 #else
-  const Parts parts{};
+  constexpr int splits = SPLITS, step = ITEM_CTAS / SPLITS, count = ROWS;
+  const int split = member % splits, own = member / splits;
 #endif
-  const int splits = parts.splits, split = member % splits, own = member / splits;
-  for (int index = own; index < parts.count; index += ITEM_CTAS / splits) {
-#if TOGETHER
-    const Part part = parts.part(index);
-#else
-    if (index != own) length = lengths[index];
-    if (length == 0) continue;
-    const Part part = parts.part(length, before, index);
-#endif
-    const Run run = run_of(part.length(), split, splits, part.rows);
-    if (split >= run.used) continue;
-    const int fresh = run.end == part.length() ? part.fresh : 0, end = max(run.begin, min(run.end, part.older));
-#if EARLY_PLACES && CHUNK == 1
-    const Places places = index == own ? known : first_places(a, part.first, run.begin, end);
-#elif EARLY_PLACES
-    const Places places = first_places(a, part.first, run.begin, end);
-#endif
-    const int count = attend(sh, a, part, head, run.begin, end, fresh PLACES_GIVEN, [&] {
+  for (int index = own; index < count; index += step) {
+    const bool known = index == own;
+    const Part part = known ? sh.share.part : part_at(index);
+    const Run run = known ? sh.share.run : run_of(part, split, splits);
+    if (part.length() == 0 || split >= run.used) continue;
+    const int fresh = split + 1 == run.used ? part.fresh : 0;
+    const int lanes = attend(sh, a, part, head, run, fresh, known, [&] {
       const int queries = part.rows * G, tasks = queries + 2 * fresh;
       for (int task = warp; task < tasks; task += WARPS * AT_ONCE) {
         HeadSource sources[AT_ONCE];
@@ -727,7 +726,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
             store_query(heads[n], a.scale, sh.query[h], lane);
           } else {
             const bool key = (h - queries) % 2 == 0, kept = place >= part.fresh - part.rows && item == 0;
-            const size_t slot = slot_of(a, part.row_of(place), part.older + place);
+            const size_t slot = known ? (size_t)sh.slots[place] : slot_of(a, part.row_of(place), part.older + place);
             Stored* cache = kept ? (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM : nullptr;
             Stored* to = (Stored*)sh.newest[!key][place];
 #if KV8
@@ -748,7 +747,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     constexpr int N = RESULTS_AT_ONCE;
     for (int i = threadIdx.x * N; i < part.rows * G * HEAD_DIM; i += THREADS * N) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-      const Merged<N> state = merge_lanes<N>(sh, count, h, d);
+      const Merged<N> state = merge_lanes<N>(sh, lanes, h, d);
       if (run.used == 1) {
         Gates<1> factors(gates + i / 2 * 2);
         factors.await();
@@ -761,8 +760,11 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
         if (d < 2 * N && d % N == 0) store_relaxed(mine + h * STATE + HEAD_DIM + d / N, d ? state.sum : state.most);
       }
     }
-    if (run.used > 1) gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, split, run.used, warp, lane);
-    if (index + ITEM_CTAS / splits < parts.count) named_barrier(1, THREADS);  // before others fetch over the states
+    if (run.used > 1) {
+      const int begin = known ? sh.share.first_quad : quad_of(part, run, split), end = known ? sh.share.last_quad : quad_of(part, run, split + 1);
+      gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, begin, end, run.used, warp, lane);
+    }
+    if (index + step < count) named_barrier(1, THREADS);  // before others fetch over the states
   }
   if (OWN_COPIES) empty(next_qkv, next_states);
   end_launch(THREADS);

@@ -16,6 +16,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import Gpu
 from flyweight.kernels import dependent_launch, jit, tuned, workspace
+from flyweight.kernels.linear import gemv_plan
 from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemv_plan import Plan, as_halves, fitting_plan
@@ -120,7 +121,7 @@ def defines(
         "SHARED_BYTES": chosen.shared,
         "SLOTS": chosen.slots,
         "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
-        **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
+        **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **({"HELD_INPUTS": 1} if chosen.held_inputs else {}),

@@ -17,6 +17,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear import gemv_plan
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemv_plan import RESERVED_BESIDE
 from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, Outline, TiledWeight
@@ -181,6 +182,7 @@ def multiply(
             "BIAS": int(weight.bias is not None),
             **({"BESIDE": 1} if beside else {}),
             "SETS": chosen.sets,
+            **({} if weight.format.quantizes_input else gemv_plan.spread(rows)),
             "WARPS": chosen.warps,
             "TEAM": chosen.team,
             "ROUND": chosen.tiles,

@@ -63,9 +63,18 @@ HELD_WARPS = 10  # of a tile that then is one stage
 # Rows from which on codes in planes, of groups smaller than a block, are multiplied as 16-bit
 # floats
 HALVES_FROM = 3
-# Of a kernel with x in registers that leaves room for another: more have no registers for x
+# Of a kernel with x in registers that leaves room for another, and what they have registers for:
+# units of 128 inputs of eight rows
 REGISTER_WARPS = 8
+REGISTER_UNITS = 4
+# Up to so many rows in registers have two columns of a product each, and share out their inputs
+SPREAD_ROWS = 4
 FEWEST_WARPS = 4  # that have a thread for each output of a round
+
+
+def spread(rows: int) -> dict[str, int]:
+    """Of kernels with x of so many rows in registers."""
+    return {"SPREAD": 2} if rows <= SPREAD_ROWS else {}
 
 
 def own_bytes(device: Gpu) -> int:
@@ -195,7 +204,8 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     if wanted.in_registers:
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
-        if units > 4 or total < 2 * warps:
+        most = REGISTER_UNITS * (2 if rows <= SPREAD_ROWS else 1)
+        if units > most or total < 2 * warps:
             return None
         x_row = 0
         statistics = rows * (warps + 1) * 8

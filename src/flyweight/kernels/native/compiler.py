@@ -77,7 +77,13 @@ def find_compiler() -> Compiler | None:
 
 def _version(command: list[str]) -> str | None:
     try:
-        answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(
+            [*command, "--version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=60,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = answer.stdout.splitlines()
@@ -90,7 +96,7 @@ def cpu_features() -> frozenset[str]:
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return frozenset({"asimddp", "asimdhp"})
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
     for line in lines:

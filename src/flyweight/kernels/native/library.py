@@ -43,7 +43,9 @@ class NativeError(FlyweightError):
 
 def library_path(compiler: Compiler, flags: list[str]) -> Path:
     parts = [compiler.version, *compiler.command, *flags, platform.machine()]
-    parts += [path.name + path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
+    parts += [
+        path.name + path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.[ch]"))
+    ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     return cache_folder() / "native" / f"kernels-{key}.so"
 
@@ -108,7 +110,7 @@ def compile_library(command: tuple[str, ...], flags: list[str], path: Path) -> N
 
 
 def _run(command: list[str]) -> None:
-    answer = subprocess.run(command, capture_output=True, text=True)
+    answer = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if answer.returncode:
         raise NativeError(
             f"the native kernels do not compile ({' '.join(command)}):\n{answer.stderr[-4000:]}"
@@ -183,7 +185,7 @@ def allowed_cores() -> list[int]:
 
 def cpu_quota() -> int:
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         return max(1, int(quota) // int(period))
     except (OSError, ValueError):
         return 1 << 16

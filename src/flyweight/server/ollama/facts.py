@@ -13,7 +13,7 @@ from flyweight.server.service import Service
 
 def read_config(folder: str) -> dict[str, Any]:
     try:
-        return json.loads((Path(folder) / "config.json").read_text())
+        return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a preset has none
         return {}
 
