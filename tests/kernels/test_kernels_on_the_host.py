@@ -800,17 +800,11 @@ def test_stages_that_warps_keep_in_registers_are_multiplied_with_the_others(kind
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
     want = gemv.multiply(weight, x)
     assert error(want, tensor.matmul_reference(x)) < 1e-2
+    retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=3)})
     chosen = gemv_plan.fitting_plan(weight.matrix, 1, gpu.of(None), tiles=5)
-    stage = chosen.stage_blocks * weight.format.block_bytes
-
-    def want_kept(count):
-        bytes_on_way = (chosen.stages + count) * stage
-        retune(monkeypatch, formats={weight.format.name: dict(gemv_on_way=bytes_on_way)})
-
-    want_kept(3)
     assert gemv.kept_stages(weight, 1, chosen, gpu.of(None)) == 0, "launches do not overlap"
     monkeypatch.setattr(dependent_launch, "enabled", True)
     assert [gemv.kept_stages(weight, rows, chosen, gpu.of(None)) for rows in (1, 2)] == [3, 0]
     for kept in (1, 2, 3):
-        want_kept(kept)
+        retune(monkeypatch, formats={weight.format.name: dict(gemv_kept=kept)})
         assert torch.equal(gemv.multiply(weight, x), want)

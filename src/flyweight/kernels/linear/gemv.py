@@ -35,27 +35,13 @@ class OneRow:
 
 
 PLAIN_ROW = OneRow()
-REGISTERS = 65536  # of an SM, which two kernels share
-MOST_REGISTERS = 255  # of a thread
-PRODUCT_REGISTERS = 72  # of a thread that multiplies
 
 
 def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> int:
-    """Stages behind those of the ring that warps fetch into registers, where launches overlap: so
-    many bytes are on their way, or as registers take.
-    """
-    form = weight.format
-    whole = weight.group % 64 == 0 or not form.grouped  # a scale for each unit
-    if not (rows == 1 and chosen.own_units and whole and dependent_launch.enabled):
-        return 0
-    stage = chosen.stage_blocks * form.block_bytes
-    missing = tuned.of(device).formats[form.name].gemv_on_way - chosen.stages * stage
-    registers = min(MOST_REGISTERS, REGISTERS // (2 * chosen.threads)) - PRODUCT_REGISTERS
-    share = (
-        stage // chosen.warps // 128
-    )  # registers of a lane, and those of two scales for each unit
-    each = share + (2 * chosen.own_units if form.grouped else 0)
-    return max(0, min(math.ceil(missing / stage), registers // each))
+    """Stages behind those of the ring that warps fetch into registers, where launches overlap."""
+    whole = weight.group % 64 == 0 or not weight.format.grouped  # a scale for each unit
+    ready = rows == 1 and chosen.own_units and whole and dependent_launch.enabled
+    return tuned.of(device).formats[weight.format.name].gemv_kept if ready else 0
 
 
 def late_stages(matrix: Matrix, device: Gpu) -> int:

@@ -63,9 +63,7 @@ class FormatNumbers:
     expert_rows: int
     gemv_late_stages: int | None = None
     ticket_rows: int = 0
-    # bytes of one row's weights on their way to an SM where launches overlap by counters: what the
-    # ring has no room for comes into registers
-    gemv_on_way: int = 0
+    gemv_kept: int = 0  # stages that warps fetch into registers, where launches overlap by counters
     attention_rows: int = NEVER
     splitk_cycles: tuple[float, float] | None = None
     splitk_wide_rows: tuple[int, ...] = ()
