@@ -93,8 +93,23 @@ def beside(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("spread", [4, 0])
-def test_four_rows_share_out_their_inputs(shape, dtype, options, spread, beside, monkeypatch):
+def test_four_rows_are_multiplied(shape, dtype, options, spread, beside, monkeypatch):
     monkeypatch.setattr(gemv_plan, "SPREAD_ROWS", spread)
+    check_four_rows(shape, dtype, options)
+
+
+@pytest.mark.parametrize("columns", [5120, 6144])
+def test_rows_that_share_out_their_inputs_may_be_wider(columns, beside):
+    check_four_rows((40, columns), BF16, {})
+
+
+def test_wider_rows_than_registers_hold_are_left_to_shared_memory():
+    matrix = tiles.prepare(make((40, 7168), BF16), dtype=BF16).matrix
+    plan = gemv_plan.fitting_plan(matrix, 4, host_cuda.HOST, tiles=2, attends=True)
+    assert not plan.in_registers
+
+
+def check_four_rows(shape, dtype, options):
     tensor, x = make(shape, dtype, **options), torch.randn(4, shape[1]).to(dtype)
     weight = tiles.prepare(tensor, dtype=dtype)
     plan = gemv_plan.fitting_plan(weight.matrix, 4, host_cuda.HOST, tiles=2, attends=True)

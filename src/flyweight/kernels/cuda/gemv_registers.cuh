@@ -99,7 +99,8 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
     to[0][0] = x.x, to[0][1] = x.y, to[1][0] = x.z, to[1][1] = x.w;
   }
   if (NORM) weigh_inputs(sh, in, slice, warp, lane);
-  constexpr int SUMS_AT_ONCE = SPREAD > 1 ? TURNS : 1;  // additions of a turn wait for each other; x of eight rows leaves no registers
+  // additions of a turn wait for each other; many turns, and x of eight rows, leave no registers to do those of others meanwhile
+  constexpr int SUMS_AT_ONCE = SPREAD > 1 && TURNS <= 5 ? TURNS : 1;
 #pragma unroll
   for (int first = 0; first < TURNS; first += SUMS_AT_ONCE) {
     float sum[SUMS_AT_ONCE][4] = {};

@@ -63,12 +63,13 @@ HELD_WARPS = 10  # of a tile that then is one stage
 # Rows from which on codes in planes, of groups smaller than a block, are multiplied as 16-bit
 # floats
 HALVES_FROM = 3
-# Of a kernel with x in registers that leaves room for another, and what they have registers for:
-# units of 128 inputs of eight rows
+# Of a kernel with x in registers that leaves room for another
 REGISTER_WARPS = 8
-REGISTER_UNITS = 4
-# Up to so many rows in registers have two columns of a product each, and share out their inputs
+REGISTER_UNITS = 4  # of 128 inputs, that a warp has registers for
+# Up to so many rows in registers have two columns of a product each, and share out their inputs;
+# with half as many of each unit in a lane a warp has registers for more units (7 and 8 spill)
 SPREAD_ROWS = 4
+SPREAD_UNITS = 6
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -204,7 +205,7 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     if wanted.in_registers:
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
-        most = REGISTER_UNITS * (2 if rows <= SPREAD_ROWS else 1)
+        most = SPREAD_UNITS if rows <= SPREAD_ROWS else REGISTER_UNITS
         if units > most or total < 2 * warps:
             return None
         x_row = 0
