@@ -98,7 +98,7 @@ def test_a_model_goes_through_files(few_states, tmp_path):
         folder,
         output=tmp_path / "out",
         recipe=recipe,
-        calibration=text,
+        calibration=str(text),
         samples=8,
         length=32,
         device="cpu",
