@@ -112,7 +112,11 @@ def test_a_model_goes_through_files(few_states, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     recipe = Recipe(
-        "mine", Layer("trellis", bits=2, group_size=-1), tune_steps=2, scale_search=True
+        "mine",
+        Layer("trellis", bits=2, group_size=-1),
+        tune_steps=2,
+        scale_search=True,
+        rotate=True,
     )
     summary = quantize(
         folder,

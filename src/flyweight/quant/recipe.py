@@ -2,8 +2,8 @@
 the same form.
 
 name = "mine" base = "gptq-int4"            # start from a named scheme smooth = 0.8
-# keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, own_text, embeddings,
-# served_head
+# keys of the whole model: smooth, scale_search, sparse, rotate, learn_*, tune_*, own_text,
+# embeddings, served_head
 
 [[layers]]                    # the last line that fits a layer's full name wins, key by key
 match = "*.mlp.down_proj"
@@ -140,6 +140,7 @@ class Recipe:
     smooth: float | str | None = None  # SmoothQuant's α, or "search"
     scale_search: bool = False  # AWQ's
     sparse: bool = False  # prune 2:4 first
+    rotate: bool = False  # the hidden state into another basis, where the layers allow it
     learn_steps: int = 0  # learned rounding
     learn_batch: int = 8
     learn_rate: float = 0.0  # 0: one over the number of steps
