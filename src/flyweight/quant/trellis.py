@@ -163,7 +163,7 @@ class Solver:
         """
         weights = to_circles(metric.expand(TILE, -1))[0]
         states = search(to_circles(target / self.scales), weights / weights.mean(), self.shape)
-        return states, from_circles(self.values[states].float())
+        return states, from_circles(self.values[states].float() * SPREAD)
 
     def walk(self) -> None:
         upper = inverse_factor(self.hessian, self.ridge)
