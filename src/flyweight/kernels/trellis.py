@@ -34,7 +34,7 @@ def search(table: Tensor, pulls: Tensor, weights: Tensor, *, fresh: int, reach: 
         "STATE": state,
         "FRESH": fresh,
         "STEPS": steps,
-        "REACH": min(reach, steps // 2),
+        "REACH": min(reach, steps - 1),
         "CIRCLES": circles,
         "WARPS": warps,
     }

@@ -6,7 +6,7 @@
 // o is what a step shares with the one before it (OVERLAP bits), FRESH what it shares not. From the last step to the first; then the
 // states are read off from the first to the last, each found anew among its 2^FRESH, so that the first way keeps no choices.
 //
-//   circle   1. 2 · REACH steps around the seam, free at both ends: what the seam shares
+//   circle   1. 2 · REACH steps around the seam, some of them twice, free at both ends: what the seam shares
 //            2. all steps, with that shared at both ends
 //
 // Costs of 16 states for 8 circles are one product of the matrix units. A row: v and v² of a state, v² as a half and its rest, so that
@@ -24,7 +24,7 @@
 // Costs begin above zero, so that they are compared as integers, for which there is a minimum of three.
 // Limit: minima, two for a product, and the products.
 //
-// defines: FP16 = 1, STATE (bits of a state), FRESH (bits a step), STEPS, REACH, CIRCLES (8, 16 or 32), WARPS
+// defines: FP16 = 1, STATE (bits of a state), FRESH (bits a step), STEPS, REACH (fewer than STEPS), CIRCLES (8, 16 or 32), WARPS
 #include "common.cuh"
 
 #define OVERLAP (STATE - FRESH)
