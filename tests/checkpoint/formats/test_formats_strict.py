@@ -28,7 +28,7 @@ CASES = {
     "w8a8": dataclasses.replace(Int8Channel.random((16, 64)), input_scale=torch.tensor([0.1])),
     "fp8": Float8.random((16, 64)),
     "vptq": VectorQuant.random((16, 64), main=16, residual=4, outliers=4, permute=True),
-    "trellis": Trellis.random((16, 64), bits=3),
+    "trellis": Trellis.random((17, 64), bits=3),
 }
 
 
