@@ -26,11 +26,18 @@ def test_the_kernel_finds_ways_of_the_same_cost(monkeypatch, folder, shape, step
     pulls = (-2 * weights * torch.randn(circles, steps, 4, generator=generator)).half()
     values = table(shape.state, torch.device("cpu"))
     found = trellis.search(values, pulls, weights, fresh=shape.fresh, reach=REACH)
+    check(found, Ways(pulls, weights, shape).states(), pulls, weights, shape)
+
+    begin = steps // 2
+    pulls[:, begin:] = -2 * weights[begin:] * torch.randn(circles, begin, 4, generator=generator)
+    fixed = found.clone()
+    found = trellis.search(values, pulls, weights, fixed, begin, fresh=shape.fresh, reach=REACH)
+    assert torch.equal(found[:, :begin], fixed[:, :begin])
+    check(found, Ways(pulls, weights, shape).rest(fixed, begin), pulls, weights, shape)
+
+
+def check(found, wanted, pulls, weights, shape):
     shared = found & (shape.overlaps - 1)
     assert torch.equal(found >> shape.fresh, shared.roll(-1, 1))
-    torch.testing.assert_close(
-        cost(found, pulls, weights, shape),
-        cost(Ways(pulls, weights, shape).states(), pulls, weights, shape),
-        rtol=1e-5,
-        atol=0,
-    )
+    costs = [cost(states, pulls, weights, shape) for states in (found, wanted)]
+    torch.testing.assert_close(*costs, rtol=1e-5, atol=1e-5)

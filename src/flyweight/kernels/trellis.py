@@ -19,9 +19,18 @@ def circles_at_once(count: int, processors: int) -> int:
     return min(CIRCLES, key=lambda size: -(-count // (size * processors)) * (size + OWN))
 
 
-def search(table: Tensor, pulls: Tensor, weights: Tensor, *, fresh: int, reach: int) -> Tensor:
+def search(
+    table: Tensor,
+    pulls: Tensor,
+    weights: Tensor,
+    fixed: Tensor | None = None,
+    begin: int = 0,
+    *,
+    fresh: int,
+    reach: int,
+) -> Tensor:
     """States int64 [circles, steps] for `pulls` float16 [circles, steps, 4] and `weights` [steps,
-    4]; `table` float16 [states, 4].
+    4]; `table` float16 [states, 4]. From `begin` on, where the states before it are `fixed`.
     """
     count, steps, _ = pulls.shape
     state = len(table).bit_length() - 1
@@ -44,7 +53,9 @@ def search(table: Tensor, pulls: Tensor, weights: Tensor, *, fresh: int, reach: 
     size = overlaps * circles
     kept = torch.empty(ctas * steps * size, device=pulls.device)
     states = torch.empty(count, steps, dtype=torch.int32, device=pulls.device)
-    args = (table, pulls, weights, sizes, kept, states, count)
+    if fixed is not None:
+        states.copy_(fixed)
+    args = (table, pulls, weights, sizes, kept, states, count, begin)
     kernel = jit.load("trellis_search.cu", defines=defines).kernel("search")
     kernel.launch(ctas, 32 * warps, args, shared=4 * size)
     return states.long()

@@ -124,7 +124,7 @@ class Layer:
 
     def trellis(self, dtype: torch.dtype) -> TrellisCode:
         scales = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
-        return TrellisCode(self.bits, self.damping, self.sweeps, scales)
+        return TrellisCode(self.bits, self.damping, self.sweeps, dtype=scales)
 
     def fp8(self) -> FP8:
         return FP8(self.fp8_scales, self.fp8_activation)

@@ -32,6 +32,7 @@ class TrellisCode:
     bits: int = 2
     damping: float = 0.01
     sweeps: int = 0
+    run: int = 16  # inputs of a circle that are decided before others make up for their error
     dtype: torch.dtype = torch.bfloat16  # of scales
 
 
@@ -157,35 +158,56 @@ class Solver:
             self.refit()
         return self.assembled(), self.scales.to(self.options.dtype)
 
-    def nearest(self, piece: Piece, target: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-        """States of weights [out, inputs], and their values [out, inputs]; `metric`: what an error
-        of each input counts.
+    def nearest(self, target: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+        """States of weights [out, inputs], and their values [out, inputs]. `upper` is the factor of
+        the inverse Hessian: what a run of inputs is decided, those behind it make up for its error
+        before they are.
         """
-        weights = to_circles(metric.expand(TILE, -1))[0]
-        states = search(to_circles(target / self.scales), weights / weights.mean(), self.shape)
-        return states, from_circles(self.values[states].float() * SPREAD)
+        target = target.clone()
+        weights = to_circles(upper.diagonal().square().reciprocal().expand(TILE, -1))[0]
+        weights = weights / weights.mean()
+        states: Tensor | None = None
+        codes = target
+        for begin in range(0, target.shape[1], self.options.run):
+            if states is not None:
+                past = slice(begin - self.options.run, begin)
+                errors = self.spread_errors(target, codes * self.scales, upper, past)
+                target[:, begin:] -= errors @ upper[past, begin:]
+            states = search(
+                to_circles(target / self.scales),
+                weights,
+                self.shape,
+                states,
+                begin * 2 // STEP,
+            )
+            codes = from_circles(self.values[states].float() * SPREAD)
+        assert states is not None
+        return states, codes
+
+    @staticmethod
+    def spread_errors(target: Tensor, found: Tensor, upper: Tensor, own: slice) -> Tensor:
+        """E with E · U_own = target − found."""
+        errors = target[:, own] - found[:, own]
+        return torch.linalg.solve_triangular(upper[own, own], errors, upper=True, left=False)
 
     def walk(self) -> None:
         upper = inverse_factor(self.hessian, self.ridge)
         rest = self.weight.clone()
-        for piece, own in zip(self.pieces, self.slices(), strict=True):
-            corner = upper[own, own]
-            root = torch.linalg.inv(corner)
-            metric = root.square().sum(1)
-            states, codes = self.nearest(piece, rest[:, own], metric)
+        for own in self.slices():
+            states, codes = self.nearest(rest[:, own], upper[own, own])
             self.states.append(states)
             self.codes[:, own] = codes
-            errors = (rest[:, own] - codes * self.scales) @ root
+            errors = self.spread_errors(rest, self.codes * self.scales, upper, own)
             rest[:, own.stop :].addmm_(errors, upper[own, own.stop :], alpha=-1)
 
     def sweep(self) -> None:
         """Each piece again, given all others."""
         pull = (self.weight - self.codes * self.scales) @ self.hessian
-        for i, (piece, own) in enumerate(zip(self.pieces, self.slices(), strict=True)):
+        for i, own in enumerate(self.slices()):
             corner = self.hessian[own, own]
             before = self.codes[:, own] * self.scales
             target = before + torch.linalg.solve(corner, pull[:, own], left=False)
-            states, codes = self.nearest(piece, target, corner.diagonal())
+            states, codes = self.nearest(target, inverse_factor(corner, 0.0))
             after = codes * self.scales
             better = self.circle_cost(target - after, corner) < self.circle_cost(
                 target - before, corner

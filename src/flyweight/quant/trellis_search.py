@@ -38,9 +38,12 @@ class Shape:
         return 1 << self.state - self.fresh
 
 
-def search(targets: Tensor, weights: Tensor, shape: Shape) -> Tensor:
+def search(
+    targets: Tensor, weights: Tensor, shape: Shape, fixed: Tensor | None = None, begin: int = 0
+) -> Tensor:
     """States int64 [circles, steps] for the least Σ weights · (targets − values)²; targets
-    [circles, steps, 4] in units of the values, weights [steps, 4].
+    [circles, steps, 4] in units of the values, weights [steps, 4]. From `begin` on, where the
+    states before it are `fixed`.
     """
     weights = weights.clamp(min=LEAST).half().contiguous()
     pulls = (targets * weights * (-2 / SPREAD)).half().contiguous()
@@ -48,9 +51,13 @@ def search(targets: Tensor, weights: Tensor, shape: Shape) -> Tensor:
         from flyweight.kernels import trellis
 
         values = table(shape.state, pulls.device)
-        return trellis.search(values, pulls, weights, fresh=shape.fresh, reach=REACH)
-    parts = pulls.split(max(1, AT_ONCE >> shape.state))
-    return torch.cat([Ways(part, weights, shape).states() for part in parts])
+        return trellis.search(values, pulls, weights, fixed, begin, fresh=shape.fresh, reach=REACH)
+    size = max(1, AT_ONCE >> shape.state)
+    parts = [Ways(part, weights, shape) for part in pulls.split(size)]
+    if fixed is None:
+        return torch.cat([part.states() for part in parts])
+    known = fixed.split(size)
+    return torch.cat([part.rest(own, begin) for part, own in zip(parts, known, strict=True)])
 
 
 class Ways:
@@ -71,8 +78,20 @@ class Ways:
         least = self.back(around, free)
         first = self.forth(around[:reach], least, least[0].argmin(1))
         seam = first[:, -1] >> self.shape.fresh
-        closed = torch.full_like(free, float("inf")).scatter_(1, seam[:, None], 0)
-        return self.forth(range(steps), self.back(range(steps), closed), seam)
+        return self.closed(range(steps), seam, seam)
+
+    def rest(self, fixed: Tensor, begin: int) -> Tensor:
+        """With the states before `begin` as they are."""
+        seam = fixed[:, 0] & (self.shape.overlaps - 1)
+        steps = range(begin, self.pulls.shape[1])
+        found = self.closed(steps, fixed[:, begin - 1] >> self.shape.fresh, seam)
+        return torch.cat([fixed[:, :begin], found], 1)
+
+    def closed(self, steps: range, first: Tensor, last: Tensor) -> Tensor:
+        """With what is shared at both ends."""
+        end = torch.full((len(last), self.shape.overlaps), float("inf"), device=last.device)
+        end.scatter_(1, last[:, None], 0)
+        return self.forth(steps, self.back(steps, end), first)
 
     def costs(self, step: int, behind: Tensor) -> Tensor:
         """[circles, branches, overlaps]: of each state with all that follows it at best."""

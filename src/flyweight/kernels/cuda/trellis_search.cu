@@ -7,7 +7,7 @@
 // states are read off from the first to the last, each found anew among its 2^FRESH, so that the first way keeps no choices.
 //
 //   circle   1. 2 · REACH steps around the seam, some of them twice, free at both ends: what the seam shares
-//            2. all steps, with that shared at both ends
+//            2. all steps, with that shared at both ends; where the first steps are given, those behind them alone
 //
 // Costs of 16 states for 8 circles are one product of the matrix units. A row: v and v² of a state, v² as a half and its rest, so that
 // it is exact; a column: pulls and weights of a circle; what is added: least[n + 1].
@@ -169,40 +169,50 @@ DEVICE int best_state(const Circles& all, int circle, int step, int o, const flo
   return lowest_of(cost, found);
 }
 
+// What the first and the last step share, from the steps STEPS − REACH … STEPS + REACH − 1 of the circle.
+DEVICE void find_seam(const Circles& all, float* least, int* seam) {
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) least[i] = all.sizes[all.at(i % CIRCLES)];
+  __syncthreads();
+  for (int n = 2 * REACH - 1; n >= 0; n--) go_back(all, (STEPS - REACH + n) % STEPS, least, all.kept + (size_t)n % STEPS * SIZE);
+  for (int c = threadIdx.x / 32; c < CIRCLES; c += WARPS) {
+    float cost = 3e38f;
+    int o = 0x7fffffff;
+    for (int i = threadIdx.x % 32; i < OVERLAPS; i += 32)
+      if (least[i * CIRCLES + c] < cost) {
+        cost = least[i * CIRCLES + c];
+        o = i;
+      }
+    o = lowest_of(cost, o);
+    for (int n = 0; n < REACH; n++)
+      o = best_state(all, c, (STEPS - REACH + n) % STEPS, o, all.kept + (size_t)(n + 1) % STEPS * SIZE, -1) >> FRESH;
+    if (threadIdx.x % 32 == 0) seam[c] = o;
+  }
+}
+
+// From the step `begin` on; the states before it are given.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    search(const u32* table, const uint2* pulls, const uint2* weights, const float* sizes, float* kept, int* states, int count) {
+    search(const u32* table, const uint2* pulls, const uint2* weights, const float* sizes, float* kept, int* states, int count,
+           int begin) {
   extern __shared__ __align__(128) u8 raw[];
   float* least = (float*)raw;  // [SIZE]
   __shared__ int seam[CIRCLES];
   const int warp = threadIdx.x / 32;
   Circles all = {table, pulls, weights, sizes, kept + (size_t)blockIdx.x * STEPS * SIZE, 0, count};
   for (all.first = blockIdx.x * CIRCLES; all.first < count; all.first += gridDim.x * CIRCLES) {
-    // 1. steps STEPS − REACH … STEPS + REACH − 1 of the circle
-    for (int i = threadIdx.x; i < SIZE; i += THREADS) least[i] = all.sizes[all.at(i % CIRCLES)];
-    __syncthreads();
-    for (int n = 2 * REACH - 1; n >= 0; n--) go_back(all, (STEPS - REACH + n) % STEPS, least, all.kept + (size_t)n % STEPS * SIZE);
-    for (int c = warp; c < CIRCLES; c += WARPS) {
-      float cost = 3e38f;
-      int o = 0x7fffffff;
-      for (int i = threadIdx.x % 32; i < OVERLAPS; i += 32)
-        if (least[i * CIRCLES + c] < cost) {
-          cost = least[i * CIRCLES + c];
-          o = i;
-        }
-      o = lowest_of(cost, o);
-      for (int n = 0; n < REACH; n++)
-        o = best_state(all, c, (STEPS - REACH + n) % STEPS, o, all.kept + (size_t)(n + 1) % STEPS * SIZE, -1) >> FRESH;
-      if (threadIdx.x % 32 == 0) seam[c] = o;
+    if (begin) {
+      for (int c = threadIdx.x; c < CIRCLES; c += THREADS) seam[c] = states[(size_t)all.at(c) * STEPS] & (OVERLAPS - 1);
+    } else {
+      find_seam(all, least, seam);
     }
     __syncthreads();
     // 2.
     for (int i = threadIdx.x; i < SIZE; i += THREADS)
       least[i] = i / CIRCLES == seam[i % CIRCLES] ? all.sizes[all.at(i % CIRCLES)] : FAR;
     __syncthreads();
-    for (int n = STEPS - 1; n >= 0; n--) go_back(all, n, least, all.kept + (size_t)n * SIZE);
+    for (int n = STEPS - 1; n >= begin; n--) go_back(all, n, least, all.kept + (size_t)n * SIZE);
     for (int c = warp; c < CIRCLES; c += WARPS) {
-      int o = seam[c];
-      for (int n = 0; n < STEPS; n++) {
+      int o = begin ? states[(size_t)all.at(c) * STEPS + begin - 1] >> FRESH : seam[c];
+      for (int n = begin; n < STEPS; n++) {
         const int state = best_state(all, c, n, o, all.kept + (size_t)(n + 1) % STEPS * SIZE, n + 1 < STEPS ? -1 : seam[c]);
         if (threadIdx.x % 32 == 0 && all.first + c < count) states[(size_t)(all.first + c) * STEPS + n] = state;
         o = state >> FRESH;
