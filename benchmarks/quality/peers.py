@@ -102,7 +102,7 @@ SCHEMES = {
 VARIANTS = ("-mse", "-imatrix", "-group")
 # Below 4 bits: ours, recipes/*.toml among them → all that they are held against
 FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
-    ("vptq-3bit", "vptq-3bit-learned", "int3-best"): [
+    ("vptq-3bit", "vptq-3bit-learned", "int3-best", "trellis3"): [
         ("flyweight", "vptq-3bit"),
         ("flyweight", "gptq-int3"),
         ("flyweight", "awq-int3"),
@@ -113,7 +113,7 @@ FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
         ("exllamav3", "exl3-3bit"),
         ("gptqmodel", "gptqmodel-int3"),
     ],
-    ("vptq-2bit", "vptq-2bit-learned", "int2-best"): [
+    ("vptq-2bit", "vptq-2bit-learned", "int2-best", "trellis2"): [
         ("flyweight", "vptq-2bit"),
         ("auto-round", "autoround-int2-asym"),
         ("exllamav3", "exl3-2bit"),
