@@ -188,7 +188,9 @@ DEVICE Slice slice_at(int i) {
   return {first, min(next, BLOCKS) - first};
 }
 
-#if FORMAT == BIT_PLANES
+#if FORMAT == BIT_PLANES && CODING == TRELLIS
+#include "gemv_trellis.cuh"
+#elif FORMAT == BIT_PLANES
 #include "gemv_bits.cuh"
 #elif !IN_REGISTERS
 #include "gemv_products.cuh"

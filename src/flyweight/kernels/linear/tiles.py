@@ -228,7 +228,11 @@ def prepare(
         channel_scale = None if channel_scale is None else interleave_rows(channel_scale)
     if channel_scale is not None and parts.input_scale is not None:
         channel_scale = torch.cat([channel_scale, parts.input_scale.float().view(1)])
-    if isinstance(tensor, Sparse24):
+    if interleave and not form.pairs_rows:
+        raise ValueError(f"rows of {tensor.kind} stay where they are")
+    if parts.tiles is not None:
+        weights = parts.tiles
+    elif isinstance(tensor, Sparse24):
         places = unpack(tensor.positions, 2, parts.codes.shape[1])
         weights = sparse_layout(parts.codes, places, form, interleave=interleave)
     else:
