@@ -44,6 +44,12 @@ DEVICE FourTerms four_terms(const BlockWords& q, int step) {
   const u32 turned = __byte_perm(y, 0, 0x1032);
   return {{y, turned * SECOND_BY, turned * THIRD_BY}};
 }
+DEVICE int value_of(const FourTerms& four, int weight) {
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < TERMS; i++) sum += (int)(four.term[i] << (24 - 8 * weight)) >> 24;
+  return sum;
+}
 // Values of weights 0 and 2 (ODD: 1 and 3) of four, 384 too large, in the halves of a word.
 template <int ODD> DEVICE u32 raised_pair(const FourTerms& four) {
   u32 sum = 0;
@@ -51,4 +57,3 @@ template <int ODD> DEVICE u32 raised_pair(const FourTerms& four) {
   for (int i = 0; i < TERMS; i++) sum += (four.term[i] ^ 0x80808080) >> 8 * ODD & 0x00ff00ff;
   return sum;
 }
-constexpr int RAISED_BY = 128 * TERMS;

@@ -86,6 +86,7 @@ class WeightFormat:
     record_bytes: int = 64  # of 16 outputs: scale and zero point of a group, or its exponent
     floats: bool = False  # codes are multiplied as 16-bit floats, x as it is
     pairs_rows: bool = True  # rows of gate and up may lie by turns
+    unit_blocks: int = 1  # of 64 inputs, that are read together
     variant: Variant | None = None  # of codes in planes, what a weight's own are like
     variants: dict[Variant, WeightFormat] = field(default_factory=dict, repr=False)
 
@@ -311,9 +312,10 @@ FORMATS = {
             BYTES,
             is_trellis,
             read_trellis,
-            frozenset({"gemv", "gemv_splitk"}),
+            EVERYWHERE | {"gemv_splitk", "look_up"},
             grouped=True,
             pairs_rows=False,
+            unit_blocks=2,
         ),
         WeightFormat(
             "w8a8",

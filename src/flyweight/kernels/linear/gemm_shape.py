@@ -356,7 +356,7 @@ def _with_stages(
         and span % matrix.group
         and (cut.int16_inputs or matrix.group % span)
     )
-    if total % count or cut_group or total // count < cut.cluster:
+    if total % count or cut_group or total // count < cut.cluster or matrix.cuts_units(count):
         return None
     scales = 4 * (cut.tokens + 64) if staged and form.quantizes_input else 0
     staging = (staged * STAGED_ROW + scales) * cut.warpgroups

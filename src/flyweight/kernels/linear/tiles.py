@@ -50,6 +50,10 @@ class Matrix:
         """Of 64 inputs, in a tile."""
         return math.ceil(self.in_features / 64)
 
+    def cuts_units(self, blocks: int) -> bool:
+        """Whether stages of so many have parts of what is read together."""
+        return blocks % self.format.unit_blocks > 0 and blocks != self.blocks
+
     @property
     def in_sixteen_bits(self) -> Matrix:
         return Matrix(PLAIN, self.out_features, self.in_features, 64)
