@@ -7,6 +7,7 @@ import torch
 from flyweight import gpu
 from flyweight.kernels import reference
 from flyweight.kernels.linear import gemm, gemm_mma, gemv, gemv_splitk, tiles
+from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import LINE, Forced
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.untile import untile
@@ -73,8 +74,8 @@ def test_more_rows(bits, groups, multiply, options, dtype):
     assert error(multiply(weight, x, **options), tensor.matmul_reference(x)) < bound
 
 
-def linear_of(tensor):
-    return TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
+def linear_of(tensor, **options):
+    return TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, **options)
 
 
 @pytest.mark.parametrize(("bits", "groups", "columns"), [(2, False, 576), (3, True, 448)])
@@ -87,6 +88,19 @@ def test_a_weight_is_written_out(bits, groups, columns):
     out = torch.empty(len(rows), columns, dtype=torch.bfloat16)
     linear.look_up(rows, out)
     assert torch.equal(out, tensor.dequantize()[rows].bfloat16())
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_gate_and_up_end_together(rows):
+    """Rows of a tile stay in it, so CTAs of few rows have tiles of both."""
+    tensor, bias = Trellis.random((192, 640), 1), torch.randn(192).bfloat16()
+    norm, x = (1 + 0.1 * torch.randn(640)).bfloat16(), torch.randn(rows, 640).bfloat16()
+    scaled = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    product = tensor.matmul_reference(scaled * norm.double()) + bias.double()
+    linear = linear_of(tensor, bias=bias)
+    assert linear._ends_apart(rows, "silu") == (rows < 9)
+    found = linear.project(x, norm=Norm(norm, 1e-6), activation="silu")
+    assert error(found, reference.gate(product, "silu")) < 1e-2
 
 
 def test_stages_hold_whole_circles():

@@ -79,6 +79,15 @@ def is_balanced(matrix: Matrix, device: Gpu) -> bool:
     return tiles >= grid and longest > tuned.of(device).gemv.balance_margin
 
 
+def ends_apart(matrix: Matrix, rows: int, device: Gpu) -> bool:
+    """Whether CTAs have whole pairs of tiles, one of gate and one of up, that end together."""
+    if matrix.out_features % 32 or is_balanced(matrix, device):
+        return False
+    tiles = 2 * math.ceil(matrix.tiles / 2 / device.processors)
+    found = fitting_plan(matrix, rows, device, tiles=tiles, lone_row=rows == 1)
+    return found is not None and found.slots % 2 == 0
+
+
 def defines(
     weight: TiledWeight,
     rows: int,
@@ -141,7 +150,7 @@ def multiply(
     device = gpu.of(x.device)
     pair = 2 if one.apart else 1  # tiles that end together
     if out is None:
-        out = weight.empty_result(rows, x.device)[:, : weight.width // pair]
+        out = torch.empty(rows, weight.width // pair, dtype=weight.dtype, device=x.device)
     grid = device.processors
     balanced = is_balanced(weight.matrix, device)
     runs = weight.matrix.tiles // pair
