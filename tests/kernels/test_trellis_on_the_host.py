@@ -4,6 +4,8 @@ import host_cuda
 import pytest
 import torch
 
+from test_kv8_on_the_host import SHAPE, compare_with_apart
+
 from flyweight import gpu
 from flyweight.kernels import reference
 from flyweight.kernels.linear import gemm, gemm_mma, gemv, gemv_splitk, tiles
@@ -118,3 +120,9 @@ def test_stages_hold_whole_circles():
 def test_bytes_are_those_of_the_code_and_a_scale_a_row(bits, size):
     weight = tiles.prepare(Trellis.random((64, 1024), 1, bits=bits), dtype=torch.bfloat16)
     assert 8 * weight.nbytes / (64 * 1024) == size + 16 / 1024
+
+
+@pytest.mark.parametrize(("lengths", "inputs"), [([17, 90], 128), ([65], 192)])
+def test_attention_follows_in_the_kernel_of_qkv(lengths, inputs):
+    tensor = Trellis.random((SHAPE.width, inputs), 1, bits=3)
+    compare_with_apart(None, {}, lengths, None, inputs=inputs, tensor=tensor)

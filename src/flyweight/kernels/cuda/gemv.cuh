@@ -91,11 +91,7 @@ static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
 constexpr bool QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;     // of blocks have sums of x: gemv_bits.cuh
 constexpr bool IN_QUARTERS = QUARTERS && !AS_HALVES;                 // columns of B are
 static_assert(!AS_HALVES || QUARTERS, "what it is for");
-#if FORMAT == BIT_PLANES
-constexpr bool ROW_SCALED = CODING == TRELLIS && GROUP >= KDIM;      // sums of a tile are scaled when all are there: gemv_trellis.cuh
-#else
-constexpr bool ROW_SCALED = false;
-#endif
+#define ROW_SCALED (FORMAT == BIT_PLANES && CODING == TRELLIS && GROUP >= KDIM)  // when a tile's sums are all there: gemv_trellis.cuh
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -588,7 +584,10 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {
         const int token = t + i / 2 * 4;
-        if (token < ROWS) partial[g + 8 * (i % 2)][token] = ROW_SCALED ? total[i / 2][i % 2] * as_float(whole[0][0][i % 2]) : total[i / 2][i % 2];
+#if ROW_SCALED
+        total[i / 2][i % 2] *= whole[0][0][i % 2];
+#endif
+        if (token < ROWS) partial[g + 8 * (i % 2)][token] = total[i / 2][i % 2];
       }
     } else {
 #pragma unroll

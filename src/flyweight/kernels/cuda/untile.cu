@@ -109,15 +109,12 @@ recode(const uint4* weights, const u32* records, const float* channel_scale, uin
 
 #if FORMAT == BIT_PLANES && CODING == TRELLIS
 typedef BlockWords LaneCodes;
-DEVICE LaneCodes lane_codes(const u8* weights, int tile, int block, int lane) {
-  const u8* row = weights + (size_t)tile * BLOCKS * BLOCK_BYTES;
-  return load_words(row + block * BLOCK_BYTES, row + block_after(block, BLOCKS) * BLOCK_BYTES, lane);
+DEVICE LaneCodes lane_codes(const u8* weights, size_t unit, int block, int lane) {
+  return load_words(weights + unit * BLOCK_BYTES, weights + (unit - block + block_after(block, BLOCKS)) * BLOCK_BYTES, lane);
 }
 #elif FORMAT == BIT_PLANES
 typedef BlockCodes LaneCodes;
-DEVICE LaneCodes lane_codes(const u8* weights, int tile, int block, int lane) {
-  return load_codes(weights + ((size_t)tile * BLOCKS + block) * BLOCK_BYTES, lane);
-}
+DEVICE LaneCodes lane_codes(const u8* weights, size_t unit, int, int lane) { return load_codes(weights + unit * BLOCK_BYTES, lane); }
 #endif
 #if FORMAT == BIT_PLANES
 // Eight neighbouring inputs, from `column` on, of one row of a tile: those that a lane has of one half for one of its two rows (j).
@@ -157,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(256) look_up_rows(const u32* weight
     const size_t unit = (size_t)tile * BLOCKS + column / 64;
     uint4* const eight = (uint4*)(out + (size_t)blockIdx.x * KDIM + column);
 #if FORMAT == BIT_PLANES
-    *eight = eight_of(lane_codes((const u8*)weights, tile, column / 64, g * 4 + t), records, tile, row, column);
+    *eight = eight_of(lane_codes((const u8*)weights, unit, column / 64, g * 4 + t), records, tile, row, column);
 #else
     const int half = column % 64 / 32, j = row / 8;
     const u32* words = weights + ((unit * VECTORS + (NIBBLES ? 0 : half)) * 32 + g * 4 + t) * 4 + j;
@@ -182,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
 #if SPARSE
   expand((const u8*)weights + (size_t)unit * BLOCK_BYTES, records, out, tile, block, lane);
 #elif FORMAT == BIT_PLANES
-  const LaneCodes codes = lane_codes((const u8*)weights, tile, block, lane);
+  const LaneCodes codes = lane_codes((const u8*)weights, unit, block, lane);
 #pragma unroll
   for (int part = 0; part < 4; part++) {
     const int half = part / 2, j = part % 2, row = tile * 16 + g + 8 * j, column = block * 64 + 32 * half + 8 * t;
