@@ -378,7 +378,7 @@ def _with_stages(
         4
         if cut.clustered and not cut.beside and cut.tokens <= 64
         else 3
-        if count == 4 or (count == 2 and form.grouped)
+        if count == 4 or (count == 2 > form.unit_blocks and form.grouped)
         else 2
     ):
         return None
