@@ -37,9 +37,11 @@ from flyweight.models.narrow_head import AS_STORED, BITS
 from flyweight.quant.fp8 import FP8
 from flyweight.quant.gptq import GPTQ
 from flyweight.quant.grid import Integers
+from flyweight.quant.trellis import TrellisCode
 from flyweight.quant.vptq import VPTQ
+from flyweight.tensors.trellis import STATE_BITS
 
-SOLVERS = ["rtn", "gptq", "awq", "vptq", "fp8", "keep"]  # and those of `solve.register`
+SOLVERS = ["rtn", "gptq", "awq", "vptq", "trellis", "fp8", "keep"]  # and those of `solve.register`
 UNCALIBRATED = {"keep"}  # solvers that never look at inputs
 VPTQ_NAME = re.compile(r"vptq:v(\d+)-k(\d+)(?:-(\d+))?(?:-o(\d+(?:\.\d+)?))?")
 
@@ -78,6 +80,8 @@ class Layer:
             True,
         ):
             raise OptionError("int8 activations go with symmetric 8-bit weights and group_size -1")
+        if self.solver == "trellis" and self.bits not in STATE_BITS:
+            raise OptionError(f"a trellis has 2 or 3 bits, not {self.bits}")
         self.integers(torch.float16), self.fp8()  # their own checks
 
     @property
@@ -117,6 +121,10 @@ class Layer:
             residual=self.residual_centroids,
             **shared,
         )
+
+    def trellis(self, dtype: torch.dtype) -> TrellisCode:
+        scales = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+        return TrellisCode(self.bits, self.damping, self.sweeps, scales)
 
     def fp8(self) -> FP8:
         return FP8(self.fp8_scales, self.fp8_activation)

@@ -103,9 +103,14 @@ class Trellis(QuantTensor):
         return torch.cat(parts, 1)[: self.scales.shape[-2]]
 
     def _dequantize(self) -> Tensor:
-        out, columns = self.matrix_shape
-        scales = self.scales.float().repeat_interleave(self.group_size, 1)[:, :columns]
-        return self.values() * scales.expand(out, columns)
+        return self.scaled(self.values(), self.scales)
+
+    @staticmethod
+    def scaled(values: Tensor, scales: Tensor) -> Tensor:
+        """Values [out, in] by the scales of rows or of their units."""
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(UNIT, 1)[:, : values.shape[1]]
+        return values * scales.float()
 
     def _metadata(self) -> dict[str, Any]:
         return super()._metadata() | {"bits": self.bits, "groups": self.groups}
