@@ -280,11 +280,12 @@ def fitting_plan(
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
     numbers = tuned.of(device)
+    own = numbers.formats[matrix.format.name]
     wanted = Wanted(
         tiles,
-        numbers.formats[matrix.format.name].gemv_warps,
+        own.gemv_warps,
         more=more,
-        stage_bytes=numbers.gemv.stage_bytes,
+        stage_bytes=own.gemv_stage_bytes or numbers.gemv.stage_bytes,
         slots=max(1, min(tiles, numbers.gemv.slots // rows)),
         own_bytes=own_bytes(device),
         lone_row=lone_row,
