@@ -10,7 +10,7 @@ SMALL = Shape(6, 4)  # overlaps of two bits: four of them
 
 
 def cost(states, targets, weights, shape):
-    values = table(shape.state, states.device).double()[states]
+    values = 128 * table(shape.state, states.device).double()[states]
     return (weights * (targets - values).square()).sum((1, 2))
 
 
@@ -49,5 +49,5 @@ def test_a_stream_of_bits_gives_back_its_own_values():
     shape = Shape.of(2)
     fresh = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(1))
     states = fresh | fresh.roll(-1, 1) << 8 | (fresh.roll(-2, 1) & 3) << 16
-    targets = table(18, states.device).float()[states]
+    targets = 128 * table(18, states.device).float()[states]
     assert torch.equal(search(targets, torch.ones(8, 4), shape), states)

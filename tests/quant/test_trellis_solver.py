@@ -2,6 +2,7 @@
 at inputs.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -112,7 +113,11 @@ def test_a_model_goes_through_files(few_states, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     recipe = Recipe(
-        "mine", Layer("trellis", bits=2, group_size=-1), tune_steps=2, scale_search=True
+        "mine",
+        Layer("trellis", bits=2, group_size=-1),
+        tune_steps=2,
+        scale_search=True,
+        rotate=True,
     )
     summary = quantize(
         folder,
@@ -134,3 +139,26 @@ def test_what_does_not_fit_is_refused():
         trellis.trellis([weight], statistics, TrellisCode())
     with pytest.raises(OptionError, match="2 or 3 bits, not 4"):
         Layer("trellis")
+
+
+def test_floats_make_up_for_what_is_solved(few_states, tmp_path):
+    folder = make_tiny_model(tmp_path / "tiny", hidden_size=64, intermediate_size=192)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    layer = Layer("trellis", bits=2, group_size=-1)
+    recipe = Recipe("mine", layer, rotate=True, heal_steps=6, heal_rate=3e-3)
+    output = tmp_path / "out"
+    quantize(
+        folder,
+        output=output,
+        recipe=recipe,
+        calibration=str(text),
+        samples=8,
+        length=32,
+        device="cpu",
+    )
+    healed = json.loads((output / "flyweight.json").read_text())["transforms"]
+    errors = [stage for block in healed.values() for stage in block["healed"]]
+    assert len(errors) == 3 * 4
+    assert all(after <= before for before, after in errors)
+    assert sum(after < 0.9 * before for before, after in errors) > 3

@@ -35,20 +35,14 @@ class TrellisCode:
     dtype: torch.dtype = torch.bfloat16  # of scales
 
 
-def even_scales(statistics: Statistics, weights: Sequence[Tensor], damping: float = 0.01) -> Tensor:
-    """Scales [in] that weights are multiplied by and inputs divided: those with the least error of
-    a code whose error is a share of a row's mean square.
-
-    Input k costs that error times d_k, what of the input no later one can make up for. So the sum
-    Σ a_k s_k² · Σ d_k / s_k² is to be least, a_k the sum of squares of column k: s_k⁴ = d_k / a_k.
+def even_scales(statistics: Statistics, weights: Sequence[Tensor]) -> Tensor:
+    """Scales [in] that weights are multiplied by and inputs divided: columns of equal mean squares,
+    as one scale for all of a row asks for. What an input counts is the search's concern.
     """
-    order, upper = statistics.factor(act_order=True, damping=damping)
-    left = torch.empty_like(statistics.importance)
-    left[order] = upper.diagonal().square().reciprocal()
     size = torch.stack([weight.float().square().sum(0) for weight in weights]).sum(0)
-    wanted = (left / size.clamp(min=1e-3 * float(size.mean()) + 1e-30)).pow(0.25)
-    wanted = wanted / wanted.log().mean().exp()
-    return torch.where(statistics.importance > 0, wanted, torch.ones_like(wanted))
+    scales = size.clamp(min=1e-3 * float(size.mean()) + 1e-30).rsqrt()
+    scales = scales / scales.log().mean().exp()
+    return torch.where(statistics.importance > 0, scales, torch.ones_like(scales))
 
 
 @dataclass(frozen=True)
@@ -169,7 +163,7 @@ class Solver:
         """
         weights = to_circles(metric.expand(TILE, -1))[0]
         states = search(to_circles(target / self.scales), weights / weights.mean(), self.shape)
-        return states, from_circles(self.values[states].float())
+        return states, from_circles(self.values[states].float() * SPREAD)
 
     def walk(self) -> None:
         upper = inverse_factor(self.hessian, self.ridge)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flyweight.tensors.trellis import STATE_BITS, STEP, hashed
+from flyweight.tensors.trellis import SPREAD, STATE_BITS, STEP, hashed
 
-REACH = 8  # steps before and behind the seam that decide on it
+REACH = 15  # steps before and behind the seam that decide on it: 1 % less error than 8
+LEAST = 1e-3  # that an input counts, by the mean: halves hold it
 AT_ONCE = 1 << 23  # costs that torch holds at a time
 
 
@@ -41,8 +42,8 @@ def search(targets: Tensor, weights: Tensor, shape: Shape) -> Tensor:
     """States int64 [circles, steps] for the least Σ weights · (targets − values)²; targets
     [circles, steps, 4] in units of the values, weights [steps, 4].
     """
-    pulls = (-2 * weights * targets).float().contiguous()
-    weights = weights.float().contiguous()
+    weights = weights.clamp(min=LEAST).half().contiguous()
+    pulls = (targets * weights * (-2 / SPREAD)).half().contiguous()
     if targets.is_cuda:
         from flyweight.kernels import trellis
 
@@ -56,14 +57,15 @@ class Ways:
     """Of some circles, in torch."""
 
     def __init__(self, pulls: Tensor, weights: Tensor, shape: Shape) -> None:
-        self.pulls = pulls
-        self.weights = weights
+        """Float16, as the kernel takes them: both find ways for the same numbers."""
+        self.pulls = pulls.float()
+        self.weights = weights.float()
         self.shape = shape
         self.values = table(shape.state, pulls.device).float()
 
     def states(self) -> Tensor:
         steps = self.pulls.shape[1]
-        reach = min(REACH, steps // 2)
+        reach = min(REACH, steps - 1)
         around = [(n - reach) % steps for n in range(2 * reach)]
         free = torch.zeros(len(self.pulls), self.shape.overlaps, device=self.pulls.device)
         least = self.back(around, free)
@@ -99,5 +101,5 @@ class Ways:
 
 @functools.cache
 def table(state_bits: int, device: torch.device) -> Tensor:
-    """The values of all states, float16 [states, 4], which holds them exactly."""
-    return hashed(torch.arange(1 << state_bits, device=device)).half().contiguous()
+    """The values of all states by SPREAD, float16 [states, 4], which holds them exactly."""
+    return (hashed(torch.arange(1 << state_bits, device=device)) / SPREAD).half().contiguous()

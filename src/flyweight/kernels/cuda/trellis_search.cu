@@ -1,21 +1,30 @@
 // The states of circular trellises that are nearest to given weights (quant/trellis_search.py has the same in torch).
 //
-//   least[n][o] = min over states s whose lowest bits are o of  |x_n − value(s)|² + least[n + 1][s >> FRESH]
+//   least[n][o] = min over states s whose lowest bits are o of  cost_n(s) + least[n + 1][s >> FRESH]
+//   cost_n(s) = Σ over the four values v of s:  weight · v² + pull · v,   pull = −2 · weight · x_n
 //
 // o is what a step shares with the one before it (OVERLAP bits), FRESH what it shares not. From the last step to the first; then the
 // states are read off from the first to the last, each found anew among its 2^FRESH, so that the first way keeps no choices.
 //
-//   circle   1. 2 · REACH steps around the seam, free at both ends: what the seam shares
+//   circle   1. 2 · REACH steps around the seam, some of them twice, free at both ends: what the seam shares
 //            2. all steps, with that shared at both ends
 //
-// Work split: a CTA takes CIRCLES circles at a time, a thread some overlaps o of all of them: a state's values are read and squared
-// once for all. Neighbours have neighbouring o, so that their states lie side by side and they ask for the same least[n + 1].
+// Costs of 16 states for 8 circles are one product of the matrix units. A row: v and v² of a state, v² as a half and its rest, so that
+// it is exact; a column: pulls and weights of a circle; what is added: least[n + 1].
 //
-//   least[n + 1] (shared) ─► thread o: for all s of o: 4 multiply-adds, add, min for each circle ─► least[n] (shared, and kept)
+//   k of a row        0 … 3   4 … 7   8 … 11            12 … 15
+//   state             v       –       v² in 11 bits     the rest of v²
+//   circle            pulls   0       weights           weights
 //
-// Limit: issued instructions, six of them for a state and a circle.
+// Work split: a CTA takes CIRCLES circles at a time, a warp some tiles of 16 overlaps o and all states of these, two branches at a
+// time: neighbouring rows have neighbouring o, so their values lie side by side and all ask for the same least[n + 1].
 //
-// defines: STATE (bits of a state), FRESH (bits a step), STEPS, REACH, CIRCLES (a multiple of 4), THREADS
+//   least[n + 1] (shared) ─► two products ─► one minimum of three ─► … ─► least[n] (shared, and kept)
+//
+// Costs begin above zero, so that they are compared as integers, for which there is a minimum of three.
+// Limit: minima, two for a product, and the products.
+//
+// defines: FP16 = 1, STATE (bits of a state), FRESH (bits a step), STEPS, REACH (fewer than STEPS), CIRCLES (8, 16 or 32), WARPS
 #include "common.cuh"
 
 #define OVERLAP (STATE - FRESH)
@@ -23,99 +32,110 @@
 #define BRANCHES (1 << FRESH)
 #define ALIKE (FRESH > OVERLAP ? 1 << (FRESH - OVERLAP) : 1)  // neighbouring branches that ask for the same least[n + 1]
 #define SIZE (OVERLAPS * CIRCLES)  // of least[n]
-#define WARPS (THREADS / 32)
-#define FAR 3e38f
+#define THREADS (32 * WARPS)
+#define TILES (OVERLAPS / 16 / WARPS)  // of a warp
+#define SETS (CIRCLES / 8)
+#define FAR 1e30f
 
-struct Four {
-  float at[4];
+struct Circles {
+  const u32* table;      // [states][2]: four halves, values / 128
+  const uint2* pulls;    // [circles][STEPS]: four halves
+  const uint2* weights;  // [STEPS]: four halves
+  const float* sizes;    // [circles]: above what all of a circle's costs can fall below zero
+  float* kept;           // least, of this CTA: [STEPS][OVERLAPS][CIRCLES]
+  int first, count;
+
+  DEVICE int at(int circle) const { return first + circle < count ? first + circle : count - 1; }
+  DEVICE uint2 pull(int circle, int step) const { return pulls[(size_t)at(circle) * STEPS + step]; }
 };
 
-DEVICE Four values_of(const uint2* table, int state) {
-  const uint2 halves = table[state];
-  return {{float_of<true>((u16)halves.x), float_of<true>((u16)(halves.x >> 16)), float_of<true>((u16)halves.y),
-           float_of<true>((u16)(halves.y >> 16))}};
-}
-
-// What a state costs any circle.
-DEVICE float own_cost(const Four& value, const float4 weight) {
-  const float w[4] = {weight.x, weight.y, weight.z, weight.w};
-  float sum = 0;
+DEVICE float cost_of(uint2 value, uint2 pull, uint2 weight, float sum) {
+  const float v[4] = {low_float(value.x), high_float(value.x), low_float(value.y), high_float(value.y)};
+  const float p[4] = {low_float(pull.x), high_float(pull.x), low_float(pull.y), high_float(pull.y)};
+  const float w[4] = {low_float(weight.x), high_float(weight.x), low_float(weight.y), high_float(weight.y)};
 #pragma unroll
-  for (int i = 0; i < 4; i++) sum = fmaf(w[i] * value.at[i], value.at[i], sum);
+  for (int i = 0; i < 4; i++) sum = fmaf(w[i] * v[i], v[i], fmaf(p[i], v[i], sum));
   return sum;
 }
 
-DEVICE float pulled(const Four& value, const float4 pull, float sum) {
-  sum = fmaf(value.at[0], pull.x, sum);
-  sum = fmaf(value.at[1], pull.y, sum);
-  sum = fmaf(value.at[2], pull.z, sum);
-  return fmaf(value.at[3], pull.w, sum);
+// What a row of states has behind its values: of lanes below `rest` squares, of the others what rounding left of them.
+DEVICE u32 squares(u32 pair, u32 rest) {
+  const u32 square = mul2(pair, pair);
+  return fma2(pair, pair, and_xor(square, rest, 0x80008000));
 }
 
-struct Circles {
-  const uint2* table;
-  const float4* pulls;    // [circles][STEPS]: −2 · weight · x
-  const float4* weights;  // [STEPS]
-  float* kept;            // least, of this CTA: [STEPS][OVERLAPS][CIRCLES]
-  int first, count;
+DEVICE int least_of(int a, float b, float c) { return min(min(a, __float_as_int(b)), __float_as_int(c)); }
 
-  DEVICE const float4* pull(int circle, int step) const {
-    const int at = first + circle < count ? first + circle : count - 1;
-    return pulls + (size_t)at * STEPS + step;
+// least[n] of all overlaps from least[n + 1], in place.
+DEVICE void go_back(const Circles& all, int step, float* least, float* kept) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+  const u32 rest = t < 2 ? 0 : ~0u;
+  const uint2 weight = all.weights[step];
+  const u32 weights = t % 2 ? weight.y : weight.x;
+  u32 pulls[SETS];
+#pragma unroll
+  for (int n = 0; n < SETS; n++) {
+    const uint2 pull = all.pull(8 * n + g, step);
+    pulls[n] = t == 0 ? pull.x : t == 1 ? pull.y : 0;
   }
-};
+  int best[TILES][SETS][4];
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int n = 0; n < SETS; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++) best[i][n][q] = __float_as_int(FAR);
 
-// least[n] of all overlaps from least[n + 1].
-DEVICE void go_back(const Circles& all, int step, const float* next, float* least, float* kept) {
-  float4 pull[CIRCLES];
+  const int overlap = 16 * TILES * warp;  // the first
+  const u32* values = all.table + 2 * (overlap + g) + t % 2;
+  float2 behind[2][SETS];
+  for (int branch = 0; branch < BRANCHES; branch += 2) {
+    if (branch % ALIKE == 0) {
 #pragma unroll
-  for (int c = 0; c < CIRCLES; c++) pull[c] = *all.pull(c, step);
-  const float4 weight = all.weights[step];
-  for (int o = threadIdx.x; o < OVERLAPS; o += THREADS) {
-    float best[CIRCLES];
+      for (int k = 0; k < 2; k++) {
+        const int at = ((branch + (ALIKE == 1 ? k : 0)) << OVERLAP | overlap) >> FRESH;
 #pragma unroll
-    for (int c = 0; c < CIRCLES; c++) best[c] = FAR;
-    for (int branch = 0; branch < BRANCHES; branch += ALIKE) {
-      const float4* behind = (const float4*)(next + (((branch << OVERLAP) | o) >> FRESH) * CIRCLES);
-      if (ALIKE == 1) {
-        const Four value = values_of(all.table, branch << OVERLAP | o);
-        const float own = own_cost(value, weight);
-#pragma unroll
-        for (int c = 0; c < CIRCLES; c += 4) {
-          const float4 b = behind[c / 4];
-          best[c] = fminf(best[c], pulled(value, pull[c], b.x + own));
-          best[c + 1] = fminf(best[c + 1], pulled(value, pull[c + 1], b.y + own));
-          best[c + 2] = fminf(best[c + 2], pulled(value, pull[c + 2], b.z + own));
-          best[c + 3] = fminf(best[c + 3], pulled(value, pull[c + 3], b.w + own));
-        }
-      } else {
-        float near[CIRCLES];
-#pragma unroll
-        for (int c = 0; c < CIRCLES; c++) near[c] = FAR;
-#pragma unroll 4
-        for (int i = 0; i < ALIKE; i++) {
-          const Four value = values_of(all.table, (branch + i) << OVERLAP | o);
-          const float own = own_cost(value, weight);
-#pragma unroll
-          for (int c = 0; c < CIRCLES; c++) near[c] = fminf(near[c], pulled(value, pull[c], own));
-        }
-#pragma unroll
-        for (int c = 0; c < CIRCLES; c += 4) {
-          const float4 b = behind[c / 4];
-          best[c] = fminf(best[c], near[c] + b.x);
-          best[c + 1] = fminf(best[c + 1], near[c + 1] + b.y);
-          best[c + 2] = fminf(best[c + 2], near[c + 2] + b.z);
-          best[c + 3] = fminf(best[c + 3], near[c + 3] + b.w);
-        }
+        for (int n = 0; n < SETS; n++) behind[k][n] = *(const float2*)(least + at * CIRCLES + 8 * n + 2 * t);
       }
     }
 #pragma unroll
-    for (int c = 0; c < CIRCLES; c += 4) {
-      const float4 four = {best[c], best[c + 1], best[c + 2], best[c + 3]};
-      *(float4*)(least + o * CIRCLES + c) = four;
-      *(float4*)(kept + o * CIRCLES + c) = four;
+    for (int i = 0; i < TILES; i++) {
+      u32 a[2][4];
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const u32* row = values + 2 * (((branch + k) << OVERLAP) + 16 * i);
+        a[k][0] = row[0];
+        a[k][1] = row[16];
+        a[k][2] = squares(a[k][0], rest);
+        a[k][3] = squares(a[k][1], rest);
+      }
+#pragma unroll
+      for (int n = 0; n < SETS; n++) {
+        float cost[2][4];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          cost[k][0] = cost[k][2] = behind[k][n].x;
+          cost[k][1] = cost[k][3] = behind[k][n].y;
+          mma16<true>(cost[k], a[k][0], a[k][1], a[k][2], a[k][3], pulls[n], weights);
+        }
+#pragma unroll
+        for (int q = 0; q < 4; q++) best[i][n][q] = least_of(best[i][n][q], cost[0][q], cost[1][q]);
+      }
     }
   }
+  __syncthreads();  // all have read least[n + 1]
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int n = 0; n < SETS; n++)
+#pragma unroll
+      for (int row = 0; row < 2; row++) {
+        const float2 two = {__int_as_float(best[i][n][2 * row]), __int_as_float(best[i][n][2 * row + 1])};
+        const int at = (overlap + 16 * i + g + 8 * row) * CIRCLES + 8 * n + 2 * t;
+        *(float2*)(least + at) = two;
+        *(float2*)(kept + at) = two;
+      }
+  __syncthreads();
 }
 
 // The smallest of a warp's and its number; the lower number where two are alike.
@@ -134,14 +154,13 @@ DEVICE int lowest_of(float cost, int number) {
 
 // The best state of a step that begins with overlap o; `end`: what the last step must share, or −1 before it.
 DEVICE int best_state(const Circles& all, int circle, int step, int o, const float* behind, int end) {
-  const float4 pull = *all.pull(circle, step), weight = all.weights[step];
-  float cost = FAR;
+  const uint2 pull = all.pull(circle, step), weight = all.weights[step];
+  float cost = 3e38f;
   int found = 0x7fffffff;
   for (int branch = threadIdx.x % 32; branch < BRANCHES; branch += 32) {
     const int state = branch << OVERLAP | o, rest = state >> FRESH;
-    const Four value = values_of(all.table, state);
     const float after = end < 0 ? behind[rest * CIRCLES + circle] : rest == end ? 0.f : FAR;
-    const float sum = pulled(value, pull, after + own_cost(value, weight));
+    const float sum = cost_of(((const uint2*)all.table)[state], pull, weight, after);
     if (sum < cost) {
       cost = sum;
       found = state;
@@ -151,22 +170,19 @@ DEVICE int best_state(const Circles& all, int circle, int step, int o, const flo
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    search(const uint2* table, const float4* pulls, const float4* weights, float* kept, int* states, int count) {
+    search(const u32* table, const uint2* pulls, const uint2* weights, const float* sizes, float* kept, int* states, int count) {
   extern __shared__ __align__(128) u8 raw[];
-  float* least = (float*)raw;  // [2][SIZE]
+  float* least = (float*)raw;  // [SIZE]
   __shared__ int seam[CIRCLES];
   const int warp = threadIdx.x / 32;
-  Circles all = {table, pulls, weights, kept + (size_t)blockIdx.x * STEPS * SIZE, 0, count};
+  Circles all = {table, pulls, weights, sizes, kept + (size_t)blockIdx.x * STEPS * SIZE, 0, count};
   for (all.first = blockIdx.x * CIRCLES; all.first < count; all.first += gridDim.x * CIRCLES) {
     // 1. steps STEPS − REACH … STEPS + REACH − 1 of the circle
-    for (int i = threadIdx.x; i < SIZE; i += THREADS) least[2 * REACH % 2 * SIZE + i] = 0;
+    for (int i = threadIdx.x; i < SIZE; i += THREADS) least[i] = all.sizes[all.at(i % CIRCLES)];
     __syncthreads();
-    for (int n = 2 * REACH - 1; n >= 0; n--) {
-      go_back(all, (STEPS - REACH + n) % STEPS, least + (n + 1) % 2 * SIZE, least + n % 2 * SIZE, all.kept + (size_t)n % STEPS * SIZE);
-      __syncthreads();
-    }
+    for (int n = 2 * REACH - 1; n >= 0; n--) go_back(all, (STEPS - REACH + n) % STEPS, least, all.kept + (size_t)n % STEPS * SIZE);
     for (int c = warp; c < CIRCLES; c += WARPS) {
-      float cost = FAR;
+      float cost = 3e38f;
       int o = 0x7fffffff;
       for (int i = threadIdx.x % 32; i < OVERLAPS; i += 32)
         if (least[i * CIRCLES + c] < cost) {
@@ -180,12 +196,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     // 2.
-    for (int i = threadIdx.x; i < SIZE; i += THREADS) least[STEPS % 2 * SIZE + i] = i / CIRCLES == seam[i % CIRCLES] ? 0 : FAR;
+    for (int i = threadIdx.x; i < SIZE; i += THREADS)
+      least[i] = i / CIRCLES == seam[i % CIRCLES] ? all.sizes[all.at(i % CIRCLES)] : FAR;
     __syncthreads();
-    for (int n = STEPS - 1; n >= 0; n--) {
-      go_back(all, n, least + (n + 1) % 2 * SIZE, least + n % 2 * SIZE, all.kept + (size_t)n * SIZE);
-      __syncthreads();
-    }
+    for (int n = STEPS - 1; n >= 0; n--) go_back(all, n, least, all.kept + (size_t)n * SIZE);
     for (int c = warp; c < CIRCLES; c += WARPS) {
       int o = seam[c];
       for (int n = 0; n < STEPS; n++) {
