@@ -3,7 +3,6 @@
 import host_cuda
 import pytest
 import torch
-
 from test_kv8_on_the_host import SHAPE, compare_with_apart
 
 from flyweight import gpu
