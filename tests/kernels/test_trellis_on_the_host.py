@@ -42,7 +42,7 @@ def error(got, want):
 def test_few_rows(bits, groups, shape, rows):
     tensor = Trellis.random(shape, 1, bits=bits, groups=groups)
     weight = tiles.prepare(tensor, dtype=torch.bfloat16)
-    assert weight.format.name == "trellis" and weight.format.in_planes
+    assert weight.format.name == "trellis-bits" and weight.format.in_planes
     x = torch.randn(rows, shape[1]).bfloat16()
     assert error(gemv.multiply(weight, x), tensor.matmul_reference(x)) < 4e-3
 

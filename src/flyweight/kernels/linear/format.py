@@ -305,7 +305,7 @@ FORMATS = {
             grouped=True,
         ),
         WeightFormat(
-            "trellis",
+            "trellis-bits",
             BIT_PLANES,
             2,
             256,
