@@ -24,6 +24,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 HOPPER = {"gemm.cu", "few.cu", "prefill_attention.cu", "vptq_rows.cu"}  # without a body elsewhere
+SEARCH = dict(FP16=1, STEPS=16, REACH=15, WARPS=16)
 LINEAR = dict(FP16=0, SCALE_FP16=0, KDIM=4096, NDIM=6144, GROUP=128)
 GEMV = LINEAR | dict(
     ROWS=1,
@@ -124,6 +125,8 @@ CASES = [
     ("gemm_mma.cu", MMA | TRELLIS_GROUPS | dict(SB=2)),
     ("untile.cu", LINEAR | TRELLIS | dict(INTERLEAVED=0, LOOK_UP=1)),
     ("attention.cu", HEADS | dict(KV8=1)),
+    ("trellis_search.cu", SEARCH | dict(STATE=18, FRESH=8, CIRCLES=32)),
+    ("trellis_search.cu", SEARCH | dict(STATE=20, FRESH=12, CIRCLES=8)),
     *(("gemv.cu", GEMV | planes | dict(SCALE_FP16=1)) for planes in PLANES),
     ("gemv.cu", GEMV | OLDER | Q4_K | dict(ROWS=8, SLOTS=2, STAGE_BLOCKS=8, STAGES=3)),
     ("gemv_split.cu", GEMV | Q6_K | dict(ROWS=8, WARPS=8, SLOTS=2, SLICES=4)),
