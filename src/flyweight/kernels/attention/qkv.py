@@ -163,7 +163,16 @@ def linear_plan(
         alone=alone and not beside,
         attends=beside,
         lone_row=lone_row,
+        pairs=pairs(shape, device),
     )
+
+
+def pairs(shape: HeadShape, device: Gpu) -> bool:
+    """Whether the CTAs of a kv head may share tiles in pairs (PAIRED of gemv.cuh): two and two of
+    one head, each with as many tiles.
+    """
+    ctas = head_ctas(shape, device)
+    return device.major >= 9 and ctas % 2 == 0 and head_tiles(shape) % ctas == 0
 
 
 def leaves_room(
@@ -291,7 +300,8 @@ def qkv_attention(
         *(adapted.arguments if adapted else ()),
     )
     # one on every SM, so that all offer the same room
-    grid = max(shape.kv_heads * ctas, device.processors)
+    grid = max(shape.kv_heads * ctas, device.processors // 2 * 2 if chosen.paired else device.processors)
     threads = chosen.threads + 32 * (adapted is not None)
-    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True)
+    cluster = 2 if chosen.paired else None
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True, cluster=cluster)
     return out

@@ -100,7 +100,7 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   }
   if (NORM) weigh_inputs(sh, in, slice, warp, lane);
   // additions of a turn wait for each other; many turns, and x of eight rows, leave no registers to do those of others meanwhile
-  constexpr int SUMS_AT_ONCE = SPREAD > 1 && TURNS <= 5 ? TURNS : 1;
+  constexpr int SUMS_AT_ONCE = TURNS * OWN_HALVES <= (SPREAD > 1 ? 10 : 8) ? TURNS : 1;
 #pragma unroll
   for (int first = 0; first < TURNS; first += SUMS_AT_ONCE) {
     float sum[SUMS_AT_ONCE][4] = {};
@@ -119,8 +119,13 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
         *(float2*)&sh.sums[unit_of(first + n, warp)][2 * t] = make_float2(sum[n][0], sum[n][1]);
   }
   named_barrier(1, THREADS);
-  if (NORM && threadIdx.x < ROWS)  // seen by all after their next meeting
+  if (NORM && threadIdx.x < ROWS) {  // seen by all after their next meeting
+#if PAIRED
+    sh.squares[threadIdx.x] = squares_of(sh, threadIdx.x);
+#else
     sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);
+#endif
+  }
   return in;
 }
 

@@ -34,6 +34,7 @@ class Plan:
     own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
     beside: bool = False  # registers leave room for another kernel, though x is in them
     held_inputs: bool = False  # in registers of the warps that multiply them
+    paired: bool = False  # the two CTAs of a cluster have one half of the inputs each
 
     @property
     def threads(self) -> int:
@@ -54,6 +55,7 @@ class Wanted:
     in_registers: bool = False
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
     lone_row: bool = False  # one, without an adapter
+    paired: bool = False  # CTAs share their tiles, and have half of the inputs each
 
 
 # Of one row of 4-bit weights whose inputs are in registers (`HELD_INPUTS`)
@@ -70,6 +72,7 @@ REGISTER_UNITS = 4  # of 128 inputs, that a warp has registers for
 # with half as many of each unit in a lane a warp has registers for more units (7 and 8 spill)
 SPREAD_ROWS = 4
 SPREAD_UNITS = 6
+PAIRS = 1  # whether CTAs may share tiles in pairs
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -211,6 +214,8 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
         x_row = 0
         statistics = rows * (warps + 1) * 8
         partial = max(partial, (total + 1) * 128)  # or the norm's weights
+    if wanted.paired:  # what comes from the other CTA
+        partial += slots * 16 * rows * 4 + 8 * rows + 32
     fixed = rows * x_row + sums + partial + statistics + 16 * 16 + 256 + wanted.more
     stages = min(16, (limit - fixed) // stage)
     if stages < wanted.fewest:
@@ -249,11 +254,32 @@ def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> P
     return found and dataclasses.replace(found, shared=max(found.shared, device.shared_excluding))
 
 
-def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
-    """x of four or eight rows in registers, with room for another kernel."""
+def _registers_beside_plan(
+    matrix: Matrix, rows: int, wanted: Wanted, device: Gpu, pairs: bool
+) -> Plan | None:
+    """x of four or eight rows in registers, with room for another kernel; in pairs where no warp
+    then has more to do.
+    """
     if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
         return None
     warps = REGISTER_WARPS
+    if pairs and PAIRS and matrix.blocks % (4 * warps) == 0:
+        found = plan_beside(
+            matrix,
+            rows,
+            dataclasses.replace(
+                wanted,
+                fewest=3,
+                in_registers=True,
+                warps=warps,
+                slots=wanted.tiles,
+                slices=2,
+                paired=True,
+            ),
+            device,
+        )
+        if found:
+            return dataclasses.replace(found, beside=True, paired=True)
     slots = max(1, min(wanted.tiles, 2 * warps // rows))  # an output of a round to a thread
     wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=warps, slots=slots)
     found = plan_beside(matrix, rows, wanted, device)
@@ -271,6 +297,7 @@ def fitting_plan(
     alone: bool = False,
     attends: bool | None = None,
     lone_row: bool = False,
+    pairs: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
     even that is too much. `attends`: attention follows in the same launch, which takes all warps,
@@ -293,7 +320,7 @@ def fitting_plan(
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
-    if attends and (found := _registers_beside_plan(matrix, rows, wanted, device)):
+    if attends and (found := _registers_beside_plan(matrix, rows, wanted, device, pairs)):
         return found
     several: list[dict[str, Any]] = [
         dict(fewest=3),
