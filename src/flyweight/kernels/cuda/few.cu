@@ -41,6 +41,12 @@
 #ifndef SPREAD
 #define SPREAD 1
 #endif
+#ifndef OTHERS_FIRST
+#define OTHERS_FIRST 1
+#endif
+#ifndef ENDS_EARLY
+#define ENDS_EARLY (SETS == 1)
+#endif
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -87,11 +93,16 @@ struct __align__(128) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
-// The part of the work that is this CTA's. Tiles of a cluster end in its CTAs by turns.
+// The part of the work that is this CTA's. Tiles of a cluster end in its CTAs by turns; those that end in the other one come first, so
+// their sums are on their way while this CTA's own are multiplied.
 struct Part {
   int rank, first_tile, count;
   int first_unit, units;  // of 128 inputs
   DEVICE int left(int unit, int most) const { return !RAGGED ? most : max(0, min(most, units - unit)); }  // of our units from one on
+  DEVICE int tile(int i) const {
+    const int others = (count + rank) / CLUSTER;
+    return !OTHERS_FIRST ? i : i < others ? i * CLUSTER + 1 - rank : (i - others) * CLUSTER + rank;
+  }
 };
 DEVICE Part part_of(int cta, int ctas) {
   const int groups = ctas / CLUSTER, group = cta / CLUSTER, tile = group * TILES / groups;
@@ -110,7 +121,7 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
   for (int i = 0; i < part.count * TURNS * TEAMS; i++) {
     if (i == STAGES - HELD) wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.first_unit + unit + team * TEAM;
+    const size_t at = (size_t)(part.first_tile + part.tile(tile)) * GROUPS + part.first_unit + unit + team * TEAM;
     const int units = part.left(unit + team * TEAM, TEAM);
     copy_begin(&sh.full[slot], units * (UNIT_BYTES + RECORD_BYTES), lane);
     if (units) {
@@ -428,10 +439,15 @@ DEVICE void take_factors(float (&factors)[2], Shared& sh, const Linear& a, int l
   for (int i = 0; i < 2; i++) factors[i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
 }
 DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, int lane) {
-  End end;
+  End end, next;  // what the next one needs of memory is asked for as soon as there is room for it
   end.tile = -1;
   wait_for_inputs();  // the residual
   cluster_wait();     // the other CTA is there
+  auto ask = [&](int tile) {
+    next.tile = tile < part.count ? tile : -1;
+    if (next.tile >= 0) begin_end(next, a, part, rows, lane);
+  };
+  if (ENDS_EARLY) ask(part.rank);
   float factors[SETS][2] = {};
   int slot = 0;
 #pragma unroll 1
@@ -439,7 +455,8 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
     if constexpr (TELLS)
       if (turn == TURNS - 1) take_factors(factors[0], sh, a, lane);
 #pragma unroll 1
-    for (int tile = 0; tile < part.count; tile++) {
+    for (int i = 0; i < part.count; i++) {
+      const int tile = part.tile(i);
       sum4 sums[SETS];
       take_sums(sums, sh, slot, lane);
 #pragma unroll
@@ -451,10 +468,11 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
       if (turn < TURNS - 1) continue;
       if (tile % CLUSTER == part.rank) {
         finish(sh, end, a, part, factors, rows, lane);  // the one before: by now the other CTA has sent it
-        end.tile = tile;
 #pragma unroll
         for (int set = 0; set < SETS; set++) sh.own[set][lane] = sums[set];
-        begin_end(end, a, part, rows, lane);
+        if (!ENDS_EARLY) ask(tile);
+        end = next;
+        if (ENDS_EARLY) ask(tile + CLUSTER);
       } else {
         const int there = tile / CLUSTER;
 #pragma unroll

@@ -31,6 +31,7 @@ MOST_WARPS = 16
 MOST_STAGES = 15  # a barrier of the hardware for each
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
+TRIALS: dict[str, int] = {}
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
 
 
@@ -189,6 +190,7 @@ def multiply(
             "STAGES": chosen.stages,
             "HELD": chosen.late,
             "SHARED_BYTES": shared,
+            **TRIALS,
         },
     ).kernel("few")
     # elsewhere the kernels around o and down have an SM each, and take no turns
