@@ -16,7 +16,7 @@ model=$1 texts=$2 out=$3
 here=$(dirname "$(readlink -f "$0")")/..
 code=$here/../src/flyweight
 mkdir -p "$out"
-sizes="--prompts 1024 --asked 6144 --question-times 2 --answer 256 --answer-minutes 0.5 --student 4"
+sizes="--prompts 1024 --asked 6144 --question-times 2 --answer 256 --answer-minutes 0.4 --student 4"
 trained="--minutes 0.55 --student-minutes 0.12"
 again="--eager --minutes 0.4 --student-minutes 0.1"
 judged="--tokens 192"
@@ -36,7 +36,7 @@ train() {
 }
 train $trained || { [ -f head/answers.json ] && [ ! -f head/model.safetensors ] && train $again; }
 grep '"training"' "$out/training.txt"
-python "$here/speculation.py" "$model" --speculate auto:eagle3:head:3 --speculate eagle3:head:3 --speculate eagle3:head:1 \
+python "$here/speculation.py" "$model" --speculate auto:eagle3:head:3 --speculate eagle3:head:3 \
     --speculate ngram:7 --speculate auto:model:student:3 --only chat --only code --only quoting \
     --text "$texts/wikitext2-valid.raw.txt" --chat "$texts/mt-bench-questions.jsonl" --code "$code/engine/runner.py" \
     --code "$code/engine/rows.py" $judged > "$out/rates.jsonl"
