@@ -172,7 +172,7 @@ def pairs(shape: HeadShape, device: Gpu) -> bool:
     one head, each with as many tiles.
     """
     ctas = head_ctas(shape, device)
-    return device.major >= 9 and ctas % 2 == 0 and head_tiles(shape) % ctas == 0
+    return device.has_warpgroups and ctas % 2 == 0 and head_tiles(shape) % ctas == 0
 
 
 def leaves_room(
@@ -300,8 +300,8 @@ def qkv_attention(
         *(adapted.arguments if adapted else ()),
     )
     # one on every SM, so that all offer the same room
-    grid = max(shape.kv_heads * ctas, device.processors // 2 * 2 if chosen.paired else device.processors)
+    cluster = 2 if chosen.paired else 1
+    grid = max(shape.kv_heads * ctas, device.processors // cluster * cluster)
     threads = chosen.threads + 32 * (adapted is not None)
-    cluster = 2 if chosen.paired else None
     kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True, cluster=cluster)
     return out
