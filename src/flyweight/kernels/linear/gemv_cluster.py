@@ -32,6 +32,7 @@ MOST_STAGES = 15  # a barrier of the hardware for each
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
 TRIALS: dict[str, int] = {}
+LONE_LATE: int | None = None  # rounds of a linear of one turn that are held back
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
 
 
@@ -102,7 +103,8 @@ def choose(matrix: Matrix, rows: int, device: Gpu, *, beside: bool = False) -> C
     rounds = ring.deep if turns > 1 else tiles
     limit = device.shared_beside(RESERVED_BESIDE)
     stages = min(rounds * warps // team, MOST_STAGES, (limit - others) // (team * unit + 16))
-    late = min(ring.late * warps // team, stages - 1)
+    held = ring.late if turns > 1 or tiles > MANY_TILES or LONE_LATE is None else LONE_LATE
+    late = min(held * warps // team, stages - 1)
     # a stage for each team, and one to fetch ahead where there is more to fetch
     enough = stages * team > min(warps, (tiles * turns - 1) * warps)
     return Choice(sets, warps, team, tiles, stages, late) if enough else None
