@@ -131,6 +131,7 @@ constexpr int PIECES = SLICE * 8;                                   // 8 inputs 
 constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * (AS_HALVES ? 1 : PLANES) * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
+constexpr int RECEIVED = SLOTS * 16 * ROWS + ROWS;  // PAIRED: words that come from the other CTA
 
 static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTERS), "a stage is a share of each warp");
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
@@ -191,7 +192,7 @@ struct __align__(128) LinearShared {
   AdapterShared adapter;
 #endif
 #if PAIRED
-  __align__(16) float received[SLOTS * 16 * ROWS + ROWS];  // the other CTA's sums of our tiles, and of its squares of each row
+  __align__(16) float received[RECEIVED];  // the other CTA's sums of our tiles, and of its squares of each row
   __align__(16) float squares[ROWS];                       // this CTA's
   u64 met;                                                 // they are here
 #endif
@@ -546,7 +547,7 @@ DEVICE void begin_linear(LinearShared& sh) {
 #endif
     fence_barriers();
 #if PAIRED
-    copy_begin(&sh.met, sizeof(sh.received), 0);
+    copy_begin(&sh.met, 4 * RECEIVED, 0);
 #endif
   }
   __syncthreads();
