@@ -348,6 +348,7 @@ def test_pairs_share_a_run(changes, lengths, before, monkeypatch):
     """Each of two CTAs has half of the tokens for twice the rows, and the other's results of its
     own rows.
     """
+    monkeypatch.setattr(qkv, "SHARED_RUNS", 1)
     device = replace(host_cuda.HOST, multi_processor_count=2 * len(lengths))
     monkeypatch.setattr(gpu, "of", lambda _: device)
     loaded = note_kernels(monkeypatch)

@@ -41,7 +41,7 @@ HEAD_DIMS = (64, 128, 256)
 TOGETHER = 4
 # Bytes: where the first 32 tiles of a run lie in the cache, and the newest token; what a CTA takes
 KNOWN = 4 * 32 + 16 + 64
-SHARED_RUNS = 1  # whether two CTAs may share a run
+SHARED_RUNS = 0  # whether two CTAs may share a run
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 

@@ -42,10 +42,13 @@
 #define SPREAD 1
 #endif
 #ifndef OTHERS_FIRST
-#define OTHERS_FIRST 1
+#define OTHERS_FIRST 2
 #endif
 #ifndef ENDS_EARLY
 #define ENDS_EARLY (SETS == 1)
+#endif
+#ifndef OWN_KEPT
+#define OWN_KEPT (SETS == 1)
 #endif
 #include "common.cuh"
 #include "linear.cuh"
@@ -100,7 +103,8 @@ struct Part {
   int first_unit, units;  // of 128 inputs
   DEVICE int left(int unit, int most) const { return !RAGGED ? most : max(0, min(most, units - unit)); }  // of our units from one on
   DEVICE int tile(int i) const {
-    const int others = (count + rank) / CLUSTER;
+    const int others = (count + rank) / CLUSTER, swapped = i ^ (1 - rank);
+    if (OTHERS_FIRST == 2) return swapped < count ? swapped : i;
     return !OTHERS_FIRST ? i : i < others ? i * CLUSTER + 1 - rank : (i - others) * CLUSTER + rank;
   }
 };
@@ -360,6 +364,7 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 // A tile of ours that waits for the other CTA's sums.
 struct End {
   int tile;  // of this CTA, or -1
+  sum4 own;  // our sums, of one set
   float residual[SETS * 4], bias[2], scale[2];
 };
 DEVICE Output output_of(const End& end, const Part& part, int rows, int i, int lane) {
@@ -386,7 +391,7 @@ DEVICE void finish(Shared& sh, const End& end, const Linear& a, const Part& part
   barrier_wait(&sh.exchanged[end.tile / CLUSTER], 0);
 #pragma unroll
   for (int set = 0; set < SETS; set++) {
-    const sum4 sum = sum_of(sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
+    const sum4 sum = sum_of(OWN_KEPT ? end.own : sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
     const accumulator sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int i = 0; i < (GATE_UP ? 2 : 4); i++) {
@@ -469,9 +474,10 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
       if (tile % CLUSTER == part.rank) {
         finish(sh, end, a, part, factors, rows, lane);  // the one before: by now the other CTA has sent it
 #pragma unroll
-        for (int set = 0; set < SETS; set++) sh.own[set][lane] = sums[set];
+        for (int set = 0; set < (OWN_KEPT ? 0 : SETS); set++) sh.own[set][lane] = sums[set];
         if (!ENDS_EARLY) ask(tile);
         end = next;
+        if (OWN_KEPT) end.own = sums[0];
         if (ENDS_EARLY) ask(tile + CLUSTER);
       } else {
         const int there = tile / CLUSTER;

@@ -216,6 +216,8 @@ DEVICE Slice slice_at(int i) {
 #include "gemv_inputs.cuh"
 #if IN_REGISTERS
 #include "gemv_registers.cuh"
+#else
+constexpr bool CODES_AHEAD = false;
 #endif
 #include "gemv_outputs.cuh"
 
@@ -567,9 +569,23 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   const HeldInputs held(inputs, slice, warp);
   named_barrier(1, THREADS);  // before sums come there
 #endif
+#if PAIRED
+  Codes next;
+  if (CODES_AHEAD) next.load(ring.wait(), warp, lane);
+#endif
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
+#if PAIRED
+    if (CODES_AHEAD) {
+      const Codes codes = next;
+      float acc[STAGE_TURNS][2][4] = {};
+      codes.multiply(inputs, acc);
+      ring.release();
+      if (tile + 1 < count) next.load(ring.wait(), warp, lane);
+      codes.scale(sh, acc, whole[0][0], warp, t);
+    }
+#endif
 #if HELD_INPUTS
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES; stage++) {  // registers have no index
@@ -581,7 +597,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     auto& partial = sh.partial[rounds.place + tile - done][warp];
 #else
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
-    for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
+    for (int stage = CODES_AHEAD ? TILE_STAGES : BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
 #if KEPT
       const int place = ring.taken++ - STAGES;
       if (place >= 0 && place < KEPT) {

@@ -764,7 +764,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   const bool attends = linear(sh.linear, arguments, tiles, tile_at, early, blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(PAIRED ? cta % 2 : 0),
                               nullptr, meanwhile);
 #if SHARED_RUNS
-  cluster_arrive();  // partial sums are read
+  cluster_arrive_relaxed();  // partial sums are read
   if (threadIdx.x == 0) copy_begin(&sh.merged, OWN_QUERIES * (HEAD_DIM + 4) * 4, 0);
 #endif
   if (!attends) return;

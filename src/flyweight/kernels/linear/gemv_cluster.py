@@ -31,7 +31,7 @@ MOST_WARPS = 16
 MOST_STAGES = 15  # a barrier of the hardware for each
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
-TRIALS: dict[str, int] = {}
+TRIALS: dict[str, dict[str, int]] = {}
 LONE_LATE: int | None = None  # rounds of a linear of one turn that are held back
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
 
@@ -173,6 +173,8 @@ def multiply(
         )
     out = weight.empty_result(rows, x.device) if out is None else out
     shared = device.shared_beside(RESERVED_BESIDE)
+    turns = math.ceil(weight.in_features / 128 / CLUSTER / chosen.warps)
+    kind = "turns" if turns > 1 else "many" if chosen.tiles > MANY_TILES else "lone"
     kernel = jit.load(
         "few.cu",
         defines={
@@ -192,7 +194,7 @@ def multiply(
             "STAGES": chosen.stages,
             "HELD": chosen.late,
             "SHARED_BYTES": shared,
-            **TRIALS,
+            **TRIALS.get(kind, {}),
         },
     ).kernel("few")
     # elsewhere the kernels around o and down have an SM each, and take no turns
