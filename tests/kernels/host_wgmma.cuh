@@ -137,7 +137,6 @@ DEVICE void cluster_arrive() {
     __atomic_add_fetch(&c.turn, 1, __ATOMIC_SEQ_CST);
   }
 }
-DEVICE void cluster_arrive_relaxed() { cluster_arrive(); }
 DEVICE void cluster_wait() {
   while (__atomic_load_n(&clusters[blockIdx.x / CLUSTER].turn, __ATOMIC_SEQ_CST) == turns[threadIdx.x]) give_way();
 }

@@ -328,35 +328,6 @@ def test_pairs_share_their_tiles(format, changes, lengths, before, together, mon
     assert loaded[-1]["PAIRED"] == 1
 
 
-PAIR = dict(kv_heads=1, head_dim=128, rotary=128)  # two rows fill the columns of a product
-
-
-@pytest.mark.parametrize(
-    ("changes", "lengths", "before"),
-    [
-        ({}, [34, 35, 36, 37], [0, 1, 2, 3]),
-        ({}, [1, 2, 3, 90], [0, 1, 2, 0]),  # one run that has new tokens alone; another sequence
-        ({}, [61, 62, 63, 0], [0, 1, 2, 0]),
-        (dict(window=64), [78, 79, 80, 81], [0, 1, 2, 3]),
-        (dict(soft_cap=2.0), [70, 71, 20, 0], [0, 1, 0, 0]),
-        (dict(sinks=True), [89, 90, 91, 92], [0, 1, 2, 3]),
-        ({}, [83, 84, 85, 86, 87, 88, 89, 90], [*range(8)]),
-        ({}, [12, 13, 14, 40, 41, 90, 1, 0], [0, 1, 2, 0, 1, 0, 0, 0]),
-    ],
-)
-def test_pairs_share_a_run(changes, lengths, before, monkeypatch):
-    """Each of two CTAs has half of the tokens for twice the rows, and the other's results of its
-    own rows.
-    """
-    monkeypatch.setattr(qkv, "SHARED_RUNS", 1)
-    device = replace(host_cuda.HOST, multi_processor_count=2 * len(lengths))
-    monkeypatch.setattr(gpu, "of", lambda _: device)
-    loaded = note_kernels(monkeypatch)
-    changes = PAIR | changes
-    compare_with_apart(None, changes, lengths, before, inputs=2048, exact=False, beside=True)
-    assert loaded[-1]["SHARED_RUNS"] == 1
-
-
 # 5 CTAs, one of them without a head; rows of 16 and of 8 bits, first tokens, two pages and more
 @pytest.mark.parametrize(
     ("format", "changes", "lengths"),

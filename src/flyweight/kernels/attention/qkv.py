@@ -41,7 +41,6 @@ HEAD_DIMS = (64, 128, 256)
 TOGETHER = 4
 # Bytes: where the first 32 tiles of a run lie in the cache, and the newest token; what a CTA takes
 KNOWN = 4 * 32 + 16 + 64
-SHARED_RUNS = 0  # whether two CTAs may share a run
 SHORTEST_WINDOW = 64  # tokens: of shorter ones a row may see nothing of a tile
 
 
@@ -121,10 +120,7 @@ def chunk_bytes(shape: HeadShape, chunk: int, device: Gpu) -> int:
     row.
     """
     query = 2 * shape.head_dim + (64 if shape.eight_bits else 16)
-    taken = rows_together(shape, chunk, device)
-    if shared_runs(shape, chunk, device):
-        taken *= 2
-    queries = (taken - 1) * shape.item_heads * query
+    queries = (rows_together(shape, chunk, device) - 1) * shape.item_heads * query
     return 4 * shape.head_dim * (chunk - 1) + (36 * chunk if chunk > 1 else 0) + queries
 
 
@@ -136,22 +132,6 @@ def rows_together(shape: HeadShape, chunk: int, device: Gpu) -> int:
     if runs > TOGETHER or shape.gated or 0 < (shape.window or 0) < SHORTEST_WINDOW:
         return 1
     return min(chunk, COLUMNS // shape.item_heads)
-
-
-def shared_runs(shape: HeadShape, chunk: int, device: Gpu) -> bool:
-    """Whether two CTAs that share tiles may share a run of tokens, too, and take twice as many rows
-    at once: each then ends the results of as many queries as a product has columns.
-    """
-    together = rows_together(shape, chunk, device)
-    workers = head_ctas(shape, device) // shape.items_of_kv_head // 2
-    return (
-        bool(SHARED_RUNS)
-        and pairs(shape, device)
-        and not shape.eight_bits
-        and together < chunk <= workers
-        and together * shape.item_heads == COLUMNS
-        and head_ctas(shape, device) // shape.items_of_kv_head % 2 == 0
-    )
 
 
 def linear_plan(
@@ -288,11 +268,6 @@ def qkv_attention(
         | (adapted.defines(tiles, chosen.warps, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
         | ({"TOGETHER": 1} if rows_together(shape, chunk, device) > 1 else {})
-        | (
-            {"SHARED_RUNS": 1}
-            if chosen.paired and count == chunk and shared_runs(shape, chunk, device)
-            else {}
-        )
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes

@@ -41,15 +41,6 @@
 #ifndef SPREAD
 #define SPREAD 1
 #endif
-#ifndef OTHERS_FIRST
-#define OTHERS_FIRST 2
-#endif
-#ifndef ENDS_EARLY
-#define ENDS_EARLY (SETS == 1)
-#endif
-#ifndef OWN_KEPT
-#define OWN_KEPT (SETS == 1)
-#endif
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -96,17 +87,11 @@ struct __align__(128) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
-// The part of the work that is this CTA's. Tiles of a cluster end in its CTAs by turns; those that end in the other one come first, so
-// their sums are on their way while this CTA's own are multiplied.
+// The part of the work that is this CTA's. Tiles of a cluster end in its CTAs by turns.
 struct Part {
   int rank, first_tile, count;
   int first_unit, units;  // of 128 inputs
   DEVICE int left(int unit, int most) const { return !RAGGED ? most : max(0, min(most, units - unit)); }  // of our units from one on
-  DEVICE int tile(int i) const {
-    const int others = (count + rank) / CLUSTER, swapped = i ^ (1 - rank);
-    if (OTHERS_FIRST == 2) return swapped < count ? swapped : i;
-    return !OTHERS_FIRST ? i : i < others ? i * CLUSTER + 1 - rank : (i - others) * CLUSTER + rank;
-  }
 };
 DEVICE Part part_of(int cta, int ctas) {
   const int groups = ctas / CLUSTER, group = cta / CLUSTER, tile = group * TILES / groups;
@@ -125,7 +110,7 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
   for (int i = 0; i < part.count * TURNS * TEAMS; i++) {
     if (i == STAGES - HELD) wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const size_t at = (size_t)(part.first_tile + part.tile(tile)) * GROUPS + part.first_unit + unit + team * TEAM;
+    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.first_unit + unit + team * TEAM;
     const int units = part.left(unit + team * TEAM, TEAM);
     copy_begin(&sh.full[slot], units * (UNIT_BYTES + RECORD_BYTES), lane);
     if (units) {
@@ -364,7 +349,6 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 // A tile of ours that waits for the other CTA's sums.
 struct End {
   int tile;  // of this CTA, or -1
-  sum4 own;  // our sums, of one set
   float residual[SETS * 4], bias[2], scale[2];
 };
 DEVICE Output output_of(const End& end, const Part& part, int rows, int i, int lane) {
@@ -391,7 +375,7 @@ DEVICE void finish(Shared& sh, const End& end, const Linear& a, const Part& part
   barrier_wait(&sh.exchanged[end.tile / CLUSTER], 0);
 #pragma unroll
   for (int set = 0; set < SETS; set++) {
-    const sum4 sum = sum_of(OWN_KEPT ? end.own : sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
+    const sum4 sum = sum_of(sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
     const accumulator sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int i = 0; i < (GATE_UP ? 2 : 4); i++) {
@@ -444,7 +428,7 @@ DEVICE void take_factors(float (&factors)[2], Shared& sh, const Linear& a, int l
   for (int i = 0; i < 2; i++) factors[i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
 }
 DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, int lane) {
-  End end, next;  // what the next one needs of memory is asked for as soon as there is room for it
+  End end, next;
   end.tile = -1;
   wait_for_inputs();  // the residual
   cluster_wait();     // the other CTA is there
@@ -452,7 +436,8 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
     next.tile = tile < part.count ? tile : -1;
     if (next.tile >= 0) begin_end(next, a, part, rows, lane);
   };
-  if (ENDS_EARLY) ask(part.rank);
+  constexpr bool AHEAD = SETS == 1;  // what the next tile of ours needs from memory comes meanwhile, where there are registers for it
+  if (AHEAD) ask(part.rank);
   float factors[SETS][2] = {};
   int slot = 0;
 #pragma unroll 1
@@ -460,8 +445,7 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
     if constexpr (TELLS)
       if (turn == TURNS - 1) take_factors(factors[0], sh, a, lane);
 #pragma unroll 1
-    for (int i = 0; i < part.count; i++) {
-      const int tile = part.tile(i);
+    for (int tile = 0; tile < part.count; tile++) {
       sum4 sums[SETS];
       take_sums(sums, sh, slot, lane);
 #pragma unroll
@@ -474,11 +458,10 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
       if (tile % CLUSTER == part.rank) {
         finish(sh, end, a, part, factors, rows, lane);  // the one before: by now the other CTA has sent it
 #pragma unroll
-        for (int set = 0; set < (OWN_KEPT ? 0 : SETS); set++) sh.own[set][lane] = sums[set];
-        if (!ENDS_EARLY) ask(tile);
+        for (int set = 0; set < SETS; set++) sh.own[set][lane] = sums[set];
+        if (!AHEAD) ask(tile);
         end = next;
-        if (OWN_KEPT) end.own = sums[0];
-        if (ENDS_EARLY) ask(tile + CLUSTER);
+        if (AHEAD) ask(tile + CLUSTER);
       } else {
         const int there = tile / CLUSTER;
 #pragma unroll

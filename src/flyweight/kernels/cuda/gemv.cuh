@@ -131,7 +131,6 @@ constexpr int PIECES = SLICE * 8;                                   // 8 inputs 
 constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * (AS_HALVES ? 1 : PLANES) * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
-constexpr int RECEIVED = SLOTS * 16 * ROWS + ROWS;  // PAIRED: words that come from the other CTA
 
 static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTERS), "a stage is a share of each warp");
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
@@ -192,7 +191,7 @@ struct __align__(128) LinearShared {
   AdapterShared adapter;
 #endif
 #if PAIRED
-  __align__(16) float received[RECEIVED];  // the other CTA's sums of our tiles, and of its squares of each row
+  __align__(16) float received[SLOTS * 16 * ROWS + ROWS];  // the other CTA's sums of our tiles, and of its squares of each row
   __align__(16) float squares[ROWS];                       // this CTA's
   u64 met;                                                 // they are here
 #endif
@@ -216,8 +215,6 @@ DEVICE Slice slice_at(int i) {
 #include "gemv_inputs.cuh"
 #if IN_REGISTERS
 #include "gemv_registers.cuh"
-#else
-constexpr bool CODES_AHEAD = false;
 #endif
 #include "gemv_outputs.cuh"
 
@@ -546,11 +543,9 @@ DEVICE void begin_linear(LinearShared& sh) {
 #endif
 #if PAIRED
     barrier_init(&sh.met, COPY_ARRIVALS);
+    copy_begin(&sh.met, sizeof(sh.received), 0);
 #endif
     fence_barriers();
-#if PAIRED
-    copy_begin(&sh.met, 4 * RECEIVED, 0);
-#endif
   }
   __syncthreads();
   launch_dependents();  // at once: while this CTA is here, the SM has room for exactly one of the next kernel's
@@ -569,23 +564,9 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   const HeldInputs held(inputs, slice, warp);
   named_barrier(1, THREADS);  // before sums come there
 #endif
-#if PAIRED
-  Codes next;
-  if (CODES_AHEAD) next.load(ring.wait(), warp, lane);
-#endif
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
-#if PAIRED
-    if (CODES_AHEAD) {
-      const Codes codes = next;
-      float acc[STAGE_TURNS][2][4] = {};
-      codes.multiply(inputs, acc);
-      ring.release();
-      if (tile + 1 < count) next.load(ring.wait(), warp, lane);
-      codes.scale(sh, acc, whole[0][0], warp, t);
-    }
-#endif
 #if HELD_INPUTS
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES; stage++) {  // registers have no index
@@ -597,7 +578,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     auto& partial = sh.partial[rounds.place + tile - done][warp];
 #else
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
-    for (int stage = CODES_AHEAD ? TILE_STAGES : BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
+    for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
 #if KEPT
       const int place = ring.taken++ - STAGES;
       if (place >= 0 && place < KEPT) {

@@ -17,9 +17,6 @@
 #ifndef SPREAD
 #define SPREAD 1
 #endif
-#ifndef AHEAD
-#define AHEAD 1
-#endif
 #include "codes.cuh"
 
 constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
@@ -134,50 +131,6 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   }
   return in;
 }
-
-// Of a pair, where a tile is one stage: this warp's codes of it, in registers, so that those of the next one are on their way while
-// these are multiplied, and all its units are multiplied side by side.
-constexpr bool CODES_AHEAD = PAIRED && AHEAD && TILE_STAGES == 1 && FORMAT == INT4 && FULL && TURNS * OWN_HALVES <= 8;
-struct Codes {
-  uint4 words[STAGE_TURNS][2];
-  u32 records[STAGE_TURNS][2];  // of outputs g and g + 8
-  DEVICE void load(const u8* ring, int warp, int lane) {
-    const u32* all = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES);
-#pragma unroll
-    for (int i = 0; i < STAGE_TURNS; i++) {
-      const int unit = i * WARPS + warp;
-#pragma unroll
-      for (int b = 0; b < 2; b++) {
-        words[i][b] = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane];
-        records[i][b] = all[2 * unit * 64 / GROUP * 16 + lane / 4 + 8 * b];
-      }
-    }
-  }
-  DEVICE void multiply(const Inputs& in, float (&acc)[STAGE_TURNS][2][4]) const {
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-#pragma unroll
-      for (int i = 0; i < STAGE_TURNS; i++) {
-        const int half = j % 2, step = j / 2 % 2, b = j / 4;
-        const uint4& q = words[i][b];
-        const u32 first = (step ? q.z : q.x) >> 4 * half, second = (step ? q.w : q.y) >> 4 * half;
-        const u32(&x)[2] = in.x[i][SPREAD > 1 ? b : 2 * b + half][step];
-        mma16<FP16>(acc[i][half], weights_of(first), weights_of(second), weights_of(first >> 8), weights_of(second >> 8), x[0], x[1]);
-      }
-  }
-  DEVICE void scale(const LinearShared& sh, const float (&acc)[STAGE_TURNS][2][4], accumulator (&total)[4], int warp, int t) const {
-#pragma unroll
-    for (int i = 0; i < STAGE_TURNS; i++) {
-      const float2 sum = *(const float2*)&sh.sums[i * WARPS + warp][2 * t];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float by = float_of<SCALE_FP16>((u16)(records[i][j / 2] & 0xffff));
-        const float products = SPREAD == 1 ? acc[i][0][j] + acc[i][1][j] : t < 2 ? acc[i][0][j] : acc[i][1][j];
-        total[j] += by * (products + offset_of(records[i][j / 2]) * (j % 2 ? sum.y : sum.x));
-      }
-    }
-  }
-};
 
 // This warp's units of the stage that begins with block `start` of the slice.
 DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const Inputs& in, int start, float (&)[COLUMN_TILES][2],

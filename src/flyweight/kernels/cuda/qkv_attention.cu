@@ -36,12 +36,6 @@
 //
 //      columns (G = 4):   | row 0, heads 0 … 3 | row 1, heads 0 … 3 |        a part of the step: TAKEN = 2 rows
 //
-// SHARED_RUNS: the two CTAs of a cluster (PAIRED) take twice as many rows at once, in two products, and one half of a run each. Then
-// each has the other's results of its own rows, and hands over as much as it would alone: K and V are read half as often.
-//
-//      CTA 0:  tokens 0 … 63 of a run:    | rows 0, 1: stay | rows 2, 3: to CTA 1 |
-//      CTA 1:  tokens 64 … 127, new ones: | rows 0, 1: to CTA 0 | rows 2, 3: stay |
-//
 // ITEMS: where more than 8 query heads share a kv head, its CTAs attend in as many equal parts, G query heads each. They share out the
 // tiles of the linear all the same. All make the newest key and value for themselves, and the first part alone stores them.
 //
@@ -49,15 +43,12 @@
 // like the others, and are waited for only where a result is written.
 //
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1), TOGETHER (0),
-// SHARED_RUNS (0), GATED (0)
+// GATED (0)
 #ifndef TOGETHER
 #define TOGETHER 0
 #endif
 #ifndef GATED
 #define GATED 0
-#endif
-#ifndef SHARED_RUNS
-#define SHARED_RUNS 0
 #endif
 #ifndef CHUNK
 #define CHUNK 1
@@ -79,11 +70,8 @@ constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = ((1 + GATED) * SHARING +
 constexpr int FIRST_QUERY = GATED * HEADS;    // among the heads that the linear makes: gates, queries, keys, values
 constexpr int ITEM_CTAS = HEAD_CTAS / ITEMS;  // that attend with the same query heads
 constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a row, at most
-constexpr int RUN_CTAS = 1 + SHARED_RUNS, WORKERS = ITEM_CTAS / RUN_CTAS;  // CTAs of a run; and those, or pairs, that have one each
-constexpr int OWN_ROWS = !TOGETHER ? 1 : CHUNK < 8 / G ? CHUNK : 8 / G;  // rows whose results a CTA ends
-constexpr int TAKEN = OWN_ROWS * RUN_CTAS;                               // and that it takes at once
-constexpr int QUERIES = TAKEN * G, OWN_QUERIES = OWN_ROWS * G;
-constexpr int PRODUCTS = (QUERIES + 7) / 8;  // that have a column for each query
+constexpr int TAKEN = !TOGETHER ? 1 : CHUNK < 8 / G ? CHUNK : 8 / G;  // rows that a CTA takes at once
+constexpr int QUERIES = TAKEN * G;
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
 constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
@@ -97,14 +85,12 @@ constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 constexpr int TASKS = (QUERIES + 2 * CHUNK) / WARPS;          // heads of q, k and v that a warp makes, at most
-constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : PRODUCTS > 1 && TASKS > 2 ? 2 : TASKS;
+constexpr int AT_ONCE = !TOGETHER || !IN_REGISTERS || TASKS < 1 ? 1 : TASKS;
 constexpr int RESULTS_AT_ONCE =  // that a thread adds up
-    TOGETHER && OWN_QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : OWN_COPIES && OWN_QUERIES * HEAD_DIM >= 2 * THREADS ? 2 : 1;
+    TOGETHER && QUERIES * HEAD_DIM >= 4 * THREADS ? 4 : OWN_COPIES && QUERIES * HEAD_DIM >= 2 * THREADS ? 2 : 1;
 
 static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
-static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && OWN_QUERIES <= 8, "a lane leaves its results where its tokens were");
-static_assert(!SHARED_RUNS || (PAIRED && TOGETHER && !KV8 && OWN_QUERIES == 8 && ITEM_CTAS % 2 == 0 && WORKERS >= ROWS),
-              "pairs have a run each, and a product for each of their CTAs");
+static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
 static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(!PAIRED || (HEAD_CTAS % 2 == 0 && LOCAL_TILES == HEAD_CTAS * SLOTS), "pairs are of a head, and have whole rounds");
@@ -135,7 +121,7 @@ struct Parts {
     go_on = __ballot_sync(~0u, length > 0 && back % TAKEN != 0);
     begin = __ballot_sync(~0u, length > 0 && back % TAKEN == 0);
     count = __popc(begin);
-    splits = max(1, min(32, WORKERS / max(1, count)));
+    splits = max(1, min(32, ITEM_CTAS / max(1, count)));
   }
   DEVICE Part part(int index) const {
     u32 rest = begin;
@@ -154,17 +140,8 @@ struct Parts {
 };
 #endif
 
-// Of a part's rows, those whose results this CTA ends.
-DEVICE int rows_before(int cta) { return SHARED_RUNS ? cta % 2 * OWN_ROWS : 0; }
-DEVICE int own_rows(const Part& part, int cta) { return SHARED_RUNS ? max(0, min(OWN_ROWS, part.rows - rows_before(cta))) : part.rows; }
-// Of the tokens of a run, this CTA's.
-DEVICE Run own_part(Run run, int cta) {
-  if (!SHARED_RUNS) return run;
-  const int middle = min(run.end, run.begin + (run.end - run.begin + 31) / 32 * 16);
-  return {cta % 2 ? middle : run.begin, cta % 2 ? run.end : middle, run.used};
-}
-// Of results of so many rows, four each, where those begin that a run's CTA gathers.
-DEVICE int quad_of(int rows, const Run& run, int split) { return split * (rows * G * HEAD_DIM / 4) / run.used; }
+// Of a part's results, four each, where those begin that a run's CTA gathers.
+DEVICE int quad_of(const Part& part, const Run& run, int split) { return split * (part.rows * G * HEAD_DIM / 4) / run.used; }
 
 // What a CTA takes of a step: a run of a part, and the same of the parts `step` further on. Made ahead of the linear, since it takes a
 // dozen divisions.
@@ -180,9 +157,6 @@ struct Share {
 struct __align__(128) Shared {
   LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
   u16 query[QUERIES][QUERY_ROW];
-#if SHARED_RUNS
-  u64 merged;  // the other CTA's results of our rows are here
-#endif
   __align__(16) u8 newest[2][CHUNK][NEW_ROW];  // keys and values of the new tokens
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
@@ -258,8 +232,7 @@ DEVICE void prefetch(const Attention& a, const Share& share, int head, int lane)
 }
 // By one warp while it waits, so that nothing asks for them behind the linear.
 DEVICE void look_up(Shared& sh, const Attention& a, Share share, int lane) {
-  const int rows = own_rows(share.part, blockIdx.x);
-  share.first_quad = quad_of(rows, share.run, share.split), share.last_quad = quad_of(rows, share.run, share.split + 1);
+  share.first_quad = quad_of(share.part, share.run, share.split), share.last_quad = quad_of(share.part, share.run, share.split + 1);
   if (lane == 0) sh.share = share;
   if (!share.exists()) return;
   const int token = share.run.begin + lane * 16;
@@ -435,56 +408,46 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
 DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
 #else
 DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
-DEVICE void absorb(Softmax (&run)[PRODUCTS], const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, Tokens tokens, float scale, float soft_cap, int lane) {
   const int g = lane / 4, t = lane % 4, count = tokens.count;
-  float score[PRODUCTS][2][4] = {};  // two chains of additions
+  float score[2][4] = {};  // two chains of additions
   keys += min(lane % 16, count - 1) * KV_ROW + lane / 16 * 16;
+  query += min(g, QUERIES - 1) * QUERY_ROW + 2 * t;
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++) {
     const uint4 a = load_matrices<false>(keys + k * 32);
-#pragma unroll
-    for (int n = 0; n < PRODUCTS; n++) {
-      const u16* q = query + min(8 * n + g, QUERIES - 1) * QUERY_ROW + 2 * t + k * 16;
-      mma16<FP16>(score[n][k % 2], a.x, a.y, a.z, a.w, *(const u32*)q, *(const u32*)(q + 8));
-    }
+    mma16<FP16>(score[k % 2], a.x, a.y, a.z, a.w, *(const u32*)(query + k * 16), *(const u32*)(query + k * 16 + 8));
   }
-  float fade[PRODUCTS][2];
-  u32 weights[PRODUCTS][2];
+  float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
-  for (int n = 0; n < PRODUCTS; n++) {
-    float most[2] = {run[n].most[0], run[n].most[1]}, sum[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 8 n + 2 t + j % 2
-      const float whole = (score[n][0][j] + score[n][1][j]) * scale;
-      sum[j] = tokens.seen(g + j / 2 * 8, 8 * n + 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
-      most[j % 2] = fmaxf(most[j % 2], sum[j]);
-    }
-#pragma unroll
-    for (int o = 4; o < 32; o <<= 1)
-#pragma unroll
-      for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
-    u32 pair[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      fade[n][j] = exp2_fast(run[n].most[j] - most[j]);
-      run[n].most[j] = most[j];
-      pair[j] = pack2(exp2_fast(sum[2 * j] - most[0]), exp2_fast(sum[2 * j + 1] - most[1]));
-    }
-    // the sum counts what is multiplied: the rounded weights
-    run[n].sum[0] = run[n].sum[0] * fade[n][0] + low_float(pair[0]) + low_float(pair[1]);
-    run[n].sum[1] = run[n].sum[1] * fade[n][1] + high_float(pair[0]) + high_float(pair[1]);
-    weights[n][0] = transpose8(pair[0]), weights[n][1] = transpose8(pair[1]);
+  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), column 2 t + j % 2
+    const float whole = (score[0][j] + score[1][j]) * scale;
+    score[0][j] = tokens.seen(g + j / 2 * 8, 2 * t + j % 2) ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
+    most[j % 2] = fmaxf(most[j % 2], score[0][j]);
   }
+#pragma unroll
+  for (int o = 4; o < 32; o <<= 1)
+#pragma unroll
+    for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+  u32 pair[2];
+  float fade[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    fade[j] = exp2_fast(run.most[j] - most[j]);
+    run.most[j] = most[j];
+    pair[j] = pack2(exp2_fast(score[0][2 * j] - most[0]), exp2_fast(score[0][2 * j + 1] - most[1]));
+  }
+  // the sum counts what is multiplied: the rounded weights
+  run.sum[0] = run.sum[0] * fade[0] + low_float(pair[0]) + low_float(pair[1]);
+  run.sum[1] = run.sum[1] * fade[1] + high_float(pair[0]) + high_float(pair[1]);
+  const u32 b0 = transpose8(pair[0]), b1 = transpose8(pair[1]);
   values += min(lane / 16 * 8 + lane % 8, count - 1) * KV_ROW + lane / 8 % 2 * 16;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 8 n + 2 t + j % 2
+  for (int i = 0; i < 4; i++) {  // dimension 16 i + g + 8 · (j / 2), column 2 t + j % 2
     const uint4 a = load_matrices<true>(values + i * 32);
 #pragma unroll
-    for (int n = 0; n < PRODUCTS; n++) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) run[n].values[i][j] *= fade[n][j % 2];
-      mma16<FP16>(run[n].values[i], a.x, a.y, a.z, a.w, weights[n][0], weights[n][1]);
-    }
+    for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
+    mma16<FP16>(run.values[i], a.x, a.y, a.z, a.w, b0, b1);
   }
 }
 #endif
@@ -541,9 +504,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
 
   const int dims = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
-  Softmax run[PRODUCTS];
-#pragma unroll
-  for (int n = 0; n < PRODUCTS; n++) run[n] = {{LOWEST, LOWEST}};
+  Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
   for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
@@ -555,7 +516,7 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
                            part.length() - part.rows + 1 - WINDOW};
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
-    absorb(run[0], sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
+    absorb(run, sh.query[0], keys, values + dims, scales, tokens, a.soft_cap, lane);
 #else
     absorb(run, sh.query[0], keys, values + dims, tokens, a.scale, a.soft_cap, lane);
 #endif
@@ -566,17 +527,15 @@ DEVICE int attend(Shared& sh, const Attention& a, const Part& part, int head, co
   }
   float* states = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
 #pragma unroll
-  for (int c = 0; c < 2 * PRODUCTS; c++) {
-    const int own = c / 2 * 8 + lane % 4 * 2 + c % 2;
-    const Softmax& mine = run[c / 2];
-    float sum = mine.sum[c % 2];
+  for (int j = 0; j < 2; j++) {
 #pragma unroll
-    for (int o = 4; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
+    const int own = lane % 4 * 2 + j;
     if (own < QUERIES) {
       float* state = states + own * STATE;
 #pragma unroll
-      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = mine.values[i / 2][i % 2 * 2 + c % 2];
-      if (dims == 0 && lane < 4) state[HEAD_DIM] = mine.most[c % 2], state[HEAD_DIM + 1] = sum;
+      for (int i = 0; i < 8; i++) state[dims / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
+      if (dims == 0 && lane < 4) state[HEAD_DIM] = run.most[j], state[HEAD_DIM + 1] = run.sum[j];
     }
   }
   return min(LANES, tiles);
@@ -612,29 +571,6 @@ template <int N> DEVICE Merged<N> merge_lanes(const Shared& sh, int count, int h
   return r;
 }
 
-#if SHARED_RUNS
-static_assert(sizeof(LinearShared::partial) >= OWN_QUERIES * STATE * 4, "the other CTA's results come where partial sums were");
-DEVICE float* received_states(Shared& sh) { return sh.linear.partial[0][0][0]; }
-// The results of the other CTA's rows, of our tokens, to it; it is known to be behind its linear.
-DEVICE void send_results(Shared& sh, int lanes, int cta) {
-  for (int i = threadIdx.x * 4; i < OWN_QUERIES * HEAD_DIM; i += THREADS * 4) {
-    const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-    const Merged<4> r = merge_lanes<4>(sh, lanes, (1 - cta % 2) * OWN_QUERIES + h, d);
-    float* to = received_states(sh) + h * STATE;
-    const uint4 values = make_uint4(__float_as_uint(r.values[0]), __float_as_uint(r.values[1]), __float_as_uint(r.values[2]), __float_as_uint(r.values[3]));
-    send_in_cluster(to + d, &sh.merged, 1 - cta % 2, values);
-    if (d == 0) send_in_cluster(to + HEAD_DIM, &sh.merged, 1 - cta % 2, make_uint4(__float_as_uint(r.most), __float_as_uint(r.sum), 0, 0));
-  }
-}
-// Those of our own rows, and what the other CTA has sent of its tokens.
-template <int N> DEVICE void add_received(Merged<N>& r, const float* other, int d) {
-  const float most = fmaxf(r.most, other[HEAD_DIM]), by = exp2_fast(r.most - most), other_by = exp2_fast(other[HEAD_DIM] - most);
-  r.most = most, r.sum = r.sum * by + other[HEAD_DIM + 1] * other_by;
-#pragma unroll
-  for (int j = 0; j < N; j++) r.values[j] = r.values[j] * by + other[d + j] * other_by;
-}
-#endif
-
 // What a sum of weights has to be raised by, where `most` is the logit that weighs 1.
 DEVICE float sunk(const Attention& a, int h, float most) {
   return SINKS ? exp2_fast(to_float(a.sinks[h]) * 1.4426950408889634f - most) : 0.f;
@@ -651,7 +587,7 @@ DEVICE void gather(const Attention& a, const float* states, const u16* gates, u1
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
     Gates<2> factors(gates + 4 * min(quad, quads - 1));
     if (quad < last && run < used) {
-      const float* state = states + ((size_t)run * RUN_CTAS * OWN_QUERIES + query) * STATE;
+      const float* state = states + ((size_t)run * QUERIES + query) * STATE;
       Patience patience;
       do {
         patience.poll();
@@ -686,12 +622,12 @@ DEVICE void gather(const Attention& a, const float* states, const u16* gates, u1
 DEVICE void empty(u16* qkv, float* states) {
   const uint4 ones = make_uint4(~0u, ~0u, ~0u, ~0u);
   const int thread = THREADS - 1 - threadIdx.x;
-  for (int i = thread; i < OWN_QUERIES * STATE / 4; i += THREADS) ((uint4*)(states + (size_t)blockIdx.x * OWN_QUERIES * STATE))[i] = ones;
+  for (int i = thread; i < QUERIES * STATE / 4; i += THREADS) ((uint4*)(states + (size_t)blockIdx.x * QUERIES * STATE))[i] = ones;
   constexpr int CTAS = KV_HEADS * HEAD_CTAS;
   for (int i = thread * CTAS + blockIdx.x; i < ROWS * NDIM / 8; i += THREADS * CTAS) ((uint4*)qkv)[i] = ones;
 }
 
-// Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, OWN_QUERIES, STATE]; the next launch's are emptied.
+// Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, QUERIES, STATE]; the next launch's are emptied.
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
@@ -740,10 +676,9 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   const int row_length = lane < ROWS ? lengths[lane] : 0, row_back = lane < ROWS ? before[lane] : 0;  // before they are needed
   auto first_share = [&]() -> Share {
     const Parts parts(row_length, row_back);
-    const int worker = member / RUN_CTAS, own = worker / parts.splits, split = worker % parts.splits;
+    const int own = member / parts.splits, split = member % parts.splits;
     const Part part = own < parts.count ? parts.part(own) : Part{};
-    const Run run = own_part(run_of(part, split, parts.splits), cta);
-    return {part, run, 0, 0, split, parts.splits, own, WORKERS / parts.splits, parts.count};
+    return {part, run_of(part, split, parts.splits), 0, 0, split, parts.splits, own, ITEM_CTAS / parts.splits, parts.count};
   };
   auto part_at = [&](int index) { return Parts(lane < ROWS ? lengths[lane] : 0, lane < ROWS ? before[lane] : 0).part(index); };
 #else
@@ -758,16 +693,8 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   auto meanwhile = [&] {
     if (warp == 0) look_up(sh, a, first_share(), lane);
   };
-#if SHARED_RUNS
-  if (threadIdx.x == 0) barrier_init(&sh.merged, COPY_ARRIVALS);
-#endif
-  const bool attends = linear(sh.linear, arguments, tiles, tile_at, early, blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(PAIRED ? cta % 2 : 0),
-                              nullptr, meanwhile);
-#if SHARED_RUNS
-  cluster_arrive_relaxed();  // partial sums are read
-  if (threadIdx.x == 0) copy_begin(&sh.merged, OWN_QUERIES * (HEAD_DIM + 4) * 4, 0);
-#endif
-  if (!attends) return;
+  if (!linear(sh.linear, arguments, tiles, tile_at, early, blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(PAIRED ? cta % 2 : 0), nullptr,
+              meanwhile)) return;
 
   if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER
@@ -780,9 +707,9 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   for (int index = own; index < count; index += step) {
     const bool known = index == own;
     const Part part = known ? sh.share.part : part_at(index);
-    const Run run = known ? sh.share.run : own_part(run_of(part, split, splits), cta);
+    const Run run = known ? sh.share.run : run_of(part, split, splits);
     if (part.length() == 0 || split >= run.used) continue;
-    const int fresh = split + 1 == run.used && (!SHARED_RUNS || cta % 2) ? part.fresh : 0;
+    const int fresh = split + 1 == run.used ? part.fresh : 0;
     const int lanes = attend(sh, a, part, head, run, fresh, known, [&] {
       const int queries = part.rows * G, tasks = queries + 2 * fresh;
       for (int task = warp; task < tasks; task += WARPS * AT_ONCE) {
@@ -821,22 +748,13 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     });
     named_barrier(1, THREADS);
     const size_t results = (size_t)(head * SHARING + item * G) * HEAD_DIM;  // where those of this part begin in a row
-    const int before_own = rows_before(cta), rows = own_rows(part, cta);
-    u16* target = out + (size_t)(part.first + before_own) * HEADS * HEAD_DIM + results;
-    const u16* gates = qkv + (size_t)(part.first + before_own) * NDIM + results;
-    float* mine = states + (size_t)blockIdx.x * OWN_QUERIES * STATE;
+    u16* target = out + (size_t)part.first * HEADS * HEAD_DIM + results;
+    const u16* gates = qkv + (size_t)part.first * NDIM + results;
+    float* mine = states + (size_t)blockIdx.x * QUERIES * STATE;
     constexpr int N = RESULTS_AT_ONCE;
-#if SHARED_RUNS
-    cluster_wait();
-    send_results(sh, lanes, cta);
-    barrier_wait(&sh.merged, 0);
-#endif
-    for (int i = threadIdx.x * N; i < rows * G * HEAD_DIM; i += THREADS * N) {
+    for (int i = threadIdx.x * N; i < part.rows * G * HEAD_DIM; i += THREADS * N) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-      Merged<N> state = merge_lanes<N>(sh, lanes, before_own * G + h, d);
-#if SHARED_RUNS
-      add_received(state, received_states(sh) + h * STATE, d);
-#endif
+      const Merged<N> state = merge_lanes<N>(sh, lanes, h, d);
       if (run.used == 1) {
         Gates<1> factors(gates + i / 2 * 2);
         factors.await();
@@ -850,8 +768,8 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       }
     }
     if (run.used > 1) {
-      const int begin = known ? sh.share.first_quad : quad_of(rows, run, split), end = known ? sh.share.last_quad : quad_of(rows, run, split + 1);
-      gather(a, mine - (size_t)split * RUN_CTAS * OWN_QUERIES * STATE, gates, target, rows, begin, end, run.used, warp, lane);
+      const int begin = known ? sh.share.first_quad : quad_of(part, run, split), end = known ? sh.share.last_quad : quad_of(part, run, split + 1);
+      gather(a, mine - (size_t)split * QUERIES * STATE, gates, target, part.rows, begin, end, run.used, warp, lane);
     }
     if (index + step < count) named_barrier(1, THREADS);  // before others fetch over the states
   }

@@ -44,9 +44,6 @@ def kept_stages(weight: TiledWeight, rows: int, chosen: Plan, device: Gpu) -> in
     return tuned.of(device).formats[weight.format.name].gemv_kept if ready else 0
 
 
-TRIALS: dict[str, int] = {}
-
-
 def late_stages(matrix: Matrix, device: Gpu) -> int:
     """Stages of the first filling that are fetched only when the inputs are there."""
     numbers = tuned.of(device)
@@ -112,7 +109,7 @@ def defines(
         "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
-        **({"PAIRED": 1, **TRIALS} if chosen.paired else {}),
+        **({"PAIRED": 1} if chosen.paired else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **({"HELD_INPUTS": 1} if chosen.held_inputs else {}),
         **_prefetch(weight.matrix, chosen, device),

@@ -31,8 +31,6 @@ MOST_WARPS = 16
 MOST_STAGES = 15  # a barrier of the hardware for each
 # keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 LONELY = 2 * KB
-TRIALS: dict[str, dict[str, int]] = {}
-LONE_LATE: int | None = None  # rounds of a linear of one turn that are held back
 MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
 
 
@@ -103,8 +101,7 @@ def choose(matrix: Matrix, rows: int, device: Gpu, *, beside: bool = False) -> C
     rounds = ring.deep if turns > 1 else tiles
     limit = device.shared_beside(RESERVED_BESIDE)
     stages = min(rounds * warps // team, MOST_STAGES, (limit - others) // (team * unit + 16))
-    held = ring.late if turns > 1 or tiles > MANY_TILES or LONE_LATE is None else LONE_LATE
-    late = min(held * warps // team, stages - 1)
+    late = min(ring.late * warps // team, stages - 1)
     # a stage for each team, and one to fetch ahead where there is more to fetch
     enough = stages * team > min(warps, (tiles * turns - 1) * warps)
     return Choice(sets, warps, team, tiles, stages, late) if enough else None
@@ -173,8 +170,6 @@ def multiply(
         )
     out = weight.empty_result(rows, x.device) if out is None else out
     shared = device.shared_beside(RESERVED_BESIDE)
-    turns = math.ceil(weight.in_features / 128 / CLUSTER / chosen.warps)
-    kind = "turns" if turns > 1 else "many" if chosen.tiles > MANY_TILES else "lone"
     kernel = jit.load(
         "few.cu",
         defines={
@@ -194,7 +189,6 @@ def multiply(
             "STAGES": chosen.stages,
             "HELD": chosen.late,
             "SHARED_BYTES": shared,
-            **TRIALS.get(kind, {}),
         },
     ).kernel("few")
     # elsewhere the kernels around o and down have an SM each, and take no turns

@@ -72,7 +72,7 @@ REGISTER_UNITS = 4  # of 128 inputs, that a warp has registers for
 # with half as many of each unit in a lane a warp has registers for more units (7 and 8 spill)
 SPREAD_ROWS = 4
 SPREAD_UNITS = 6
-PAIRS = 1  # whether CTAs may share tiles in pairs
+PAIR_UNITS = 3  # in a CTA of a pair, whose rows are up to eight (4 spill)
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -209,6 +209,8 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
         most = SPREAD_UNITS if rows <= SPREAD_ROWS else REGISTER_UNITS
+        if wanted.paired:
+            most = PAIR_UNITS
         if units > most or total < 2 * warps:
             return None
         x_row = 0
@@ -263,7 +265,7 @@ def _registers_beside_plan(
     if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
         return None
     warps = REGISTER_WARPS
-    if pairs and PAIRS and matrix.blocks % (4 * warps) == 0:
+    if pairs and matrix.blocks % (4 * warps) == 0:
         found = plan_beside(
             matrix,
             rows,
