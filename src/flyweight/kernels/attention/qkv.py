@@ -151,6 +151,10 @@ def linear_plan(
     own = more + shape.item_heads * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128 + KNOWN
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
         own += shape.item_heads * 48 + 128
+    if beside and pairs(shape, device):
+        found = gemv_plan.pair_plan(weight.matrix, rows, device, tiles=tiles, more=own)
+        if found:
+            return found
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
@@ -163,7 +167,6 @@ def linear_plan(
         alone=alone and not beside,
         attends=beside,
         lone_row=lone_row,
-        pairs=pairs(shape, device),
     )
 
 

@@ -256,36 +256,41 @@ def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> P
     return found and dataclasses.replace(found, shared=max(found.shared, device.shared_excluding))
 
 
-def _registers_beside_plan(
-    matrix: Matrix, rows: int, wanted: Wanted, device: Gpu, pairs: bool
-) -> Plan | None:
-    """x of four or eight rows in registers, with room for another kernel; in pairs where no warp
-    then has more to do.
-    """
-    if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
+def _has_registers(matrix: Matrix, rows: int) -> bool:
+    """Whether x of these rows may be in registers beside another kernel."""
+    return "gemv_registers" in matrix.format.kernels and rows in (4, 8) and matrix.group % 128 == 0
+
+
+def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
+    """x of four or eight rows in registers, with room for another kernel."""
+    if not _has_registers(matrix, rows):
         return None
     warps = REGISTER_WARPS
-    if pairs and matrix.blocks % (4 * warps) == 0:
-        found = plan_beside(
-            matrix,
-            rows,
-            dataclasses.replace(
-                wanted,
-                fewest=3,
-                in_registers=True,
-                warps=warps,
-                slots=wanted.tiles,
-                slices=2,
-                paired=True,
-            ),
-            device,
-        )
-        if found:
-            return dataclasses.replace(found, beside=True, paired=True)
     slots = max(1, min(wanted.tiles, 2 * warps // rows))  # an output of a round to a thread
     wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=warps, slots=slots)
     found = plan_beside(matrix, rows, wanted, device)
     return found and dataclasses.replace(found, beside=True)
+
+
+@functools.cache
+def pair_plan(matrix: Matrix, rows: int, device: Gpu, *, tiles: int, more: int = 0) -> Plan | None:
+    """The same in pairs of CTAs with so many tiles each, where no warp then has more to do."""
+    warps = REGISTER_WARPS
+    if not _has_registers(matrix, rows) or matrix.blocks % (4 * warps):
+        return None
+    wanted = Wanted(
+        tiles,
+        warps,
+        tuned.of(device).gemv.stage_bytes,
+        more,
+        slices=2,
+        fewest=3,
+        slots=tiles,
+        in_registers=True,
+        paired=True,
+    )
+    found = plan_beside(matrix, rows, wanted, device)
+    return found and dataclasses.replace(found, beside=True, paired=True)
 
 
 @functools.cache
@@ -299,7 +304,6 @@ def fitting_plan(
     alone: bool = False,
     attends: bool | None = None,
     lone_row: bool = False,
-    pairs: bool = False,
 ) -> Plan | None:
     """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
     even that is too much. `attends`: attention follows in the same launch, which takes all warps,
@@ -322,7 +326,7 @@ def fitting_plan(
         wanted = dataclasses.replace(wanted, warps=_busy_warps(matrix, wanted))
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
-    if attends and (found := _registers_beside_plan(matrix, rows, wanted, device, pairs)):
+    if attends and (found := _registers_beside_plan(matrix, rows, wanted, device)):
         return found
     several: list[dict[str, Any]] = [
         dict(fewest=3),
