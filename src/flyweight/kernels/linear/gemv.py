@@ -118,6 +118,7 @@ def defines(
         "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
+        **({"PAIRED": 1} if chosen.paired else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **({"HELD_INPUTS": 1} if chosen.held_inputs else {}),
         **_prefetch(weight.matrix, chosen, device),
