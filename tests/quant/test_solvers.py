@@ -276,37 +276,54 @@ def int8_error(x, weight, scales):
     return ((codes * steps) @ (rows * row_steps).T - x @ weight.T).square().mean()
 
 
-def test_balanced_scales_fold_away_and_leave_less_error_on_tokens_they_have_not_seen():
+def sizes(x):
+    return x.square().mean(0), x.abs().amax(0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_balanced_scales_fold_away_and_leave_less_error_on_tokens_they_have_not_seen(gated):
     weight, _, x = problem()
     x[:, 5] *= 60  # one outlier channel
     x[:, 7:20] *= 4
     seen, fresh = x.chunk(2)
-    scales = balanced(seen.square().mean(0), [weight[:30], weight[30:]])
+    _, scales = balanced(*sizes(seen), [weight[:30], weight[30:]], gated=gated)
     torch.testing.assert_close(
         (x / scales) @ (weight * scales).T, x @ weight.T, rtol=1e-3, atol=1e-3
     )
     assert int8_error(fresh, weight, scales) < 0.5 * int8_error(fresh, weight, torch.ones(96))
     torch.testing.assert_close(scales.log().mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
-    torch.testing.assert_close(balanced((3 * seen).square().mean(0), [weight]), scales)
+    torch.testing.assert_close(balanced(*sizes(3 * seen), [weight], gated=gated)[1], scales)
+
+
+def test_a_channel_that_one_token_alone_has_loud_gets_a_scale_for_it_but_behind_a_gate():
+    weight, _, x = problem()
+    loud = x.clone()
+    loud[0, 5] = 100 * x.abs().max()
+    grown = [
+        balanced(*sizes(loud), [weight], gated=gated)[1][5]
+        / balanced(*sizes(x), [weight], gated=gated)[1][5]
+        for gated in (False, True)
+    ]
+    assert grown[0] > 3 * grown[1]
 
 
 def test_balanced_scales_let_dead_columns_be():
     weight, _, x = problem()
     x[:, 3], weight[:, 8] = 0, 0
-    scales = balanced(x.square().mean(0), [weight])
+    _, scales = balanced(*sizes(x), [weight])
     assert scales[3] == scales[8] == 1
     assert torch.isfinite(scales).all() and scales.min() > 0
-    assert torch.equal(balanced(torch.zeros(96), [weight]), torch.ones(96))
+    nothing = torch.zeros(96)
+    assert torch.equal(balanced(nothing, nothing, [weight])[1], torch.ones(96))
 
 
-def test_channels_that_another_text_makes_loud_cost_less_than_with_the_published_scales():
+def test_channels_that_another_text_makes_loud_cost_less_behind_a_gate():
     weight, _, x = problem()
     x = x * torch.linspace(-2, 2, 96).exp()
     other = x.flip(1)  # loud is quiet and quiet is loud
-    ones, published = torch.ones(96), smooth_scales(x.abs().amax(0), [weight], 0.8)
-    scales = balanced(x.square().mean(0), [weight])
-    assert int8_error(x, weight, scales) < int8_error(x, weight, ones)
-    assert int8_error(other, weight, scales) < 0.5 * int8_error(other, weight, published)
+    gated, plain = (balanced(*sizes(x), [weight], gated=gated)[1] for gated in (True, False))
+    assert int8_error(x, weight, gated) < int8_error(x, weight, torch.ones(96))
+    assert int8_error(other, weight, gated) < 0.5 * int8_error(other, weight, plain)
 
 
 def test_weights_alone_are_smoothed_only_as_far_as_it_helps_them():

@@ -3,14 +3,16 @@ bear them.
 
 The layer before gives x / s, the linears take W · s, and the float function stays the same.
 
-    balanced   s_j = (rms x_j / rms w_j)^BALANCE
+    balanced   s_j = (size x_j / rms w_j)^power
     published  s_j = max|x_j|^α / max|w_j|^(1−α)
 
 Tokens and channels in 8 bits make an expected error of Σ_j (x_j / s_j)² · Σ_j (s_j · w_j)², where
 the step of a token or a channel is a multiple of its root mean square: least at s² = rms x / rms w.
-Nothing is searched for: scales that follow the largest values, or the error of the calibration
-text, channel by channel, fit that text, and channels that it left quiet are what is loud in
-another.
+Behind a norm or attention the size of a channel is the middle of its root mean square and its
+largest value: a text's first token is loud where no other is, and all others attend to it. Behind
+a gate other texts are loud in other channels, and scales that follow one text cost more in another
+than they gain in their own: it is the root mean square alone, to a lower power. Nothing is searched
+for: channel by channel, a search fits the calibration text.
 """
 
 from __future__ import annotations
@@ -23,21 +25,23 @@ from torch import Tensor
 from flyweight.quant.noise import Least
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# ½ where every text is like the calibration's; less, as the channels of another text are less far
-# apart in the places of this one's
-BALANCE = 0.4
+POWER, GATED_POWER = 0.5, 0.3
 
 
-def balanced(importance: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Scales [in] from the mean squares of the inputs [in] and the weights [out, in] that share
-    them, 1 in the geometric mean; dead columns get 1.
+def balanced(
+    importance: Tensor, largest: Tensor, weights: Sequence[Tensor], *, gated: bool = False
+) -> tuple[float, Tensor]:
+    """(power, scales [in]) from the mean squares and the largest of the inputs [in] and the weights
+    [out, in] that share them: 1 in the geometric mean, and in dead columns.
     """
+    power = GATED_POWER if gated else POWER
+    loud = importance if gated else importance.sqrt() * largest
     energy = torch.stack([weight.float().square().sum(0) for weight in weights]).sum(0)
-    alive = (importance > 0) & (energy > 0)
-    ratio = torch.where(alive, importance / energy, 1.0).log()
+    alive = (loud > 0) & (energy > 0)
+    ratio = torch.where(alive, loud / energy, 1.0).log()
     middle = ratio.sum() / alive.sum().clamp(min=1)
-    scales = ((ratio - middle) * (BALANCE / 2)).exp().clamp(min=1e-4, max=1e4)
-    return torch.where(alive, scales, 1.0)
+    scales = ((ratio - middle) * (power / 2)).exp().clamp(min=1e-4, max=1e4)
+    return power, torch.where(alive, scales, 1.0)
 
 
 def smooth_scales(largest: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:

@@ -18,7 +18,7 @@ from flyweight.quant.awq import Judge, output_error, search_scales
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.inputs import GroupInputs
 from flyweight.quant.recipe import Layer, Recipe
-from flyweight.quant.smoothquant import BALANCE, balanced, search_alpha, smooth_scales
+from flyweight.quant.smoothquant import balanced, search_alpha, smooth_scales
 from flyweight.quant.work import WorkBlock, root_mean_square
 
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
@@ -77,7 +77,8 @@ class Transforms:
         found = self.statistics[group.name]
         kind = self.recipe.smooth
         if kind == "balance":
-            alpha, scales = BALANCE, balanced(found.importance, weights)
+            gated = group.name == "down"
+            alpha, scales = balanced(found.importance, found.largest, weights, gated=gated)
         elif kind == "search":
             settings = self.layers(group)[0].integers(self.stored)
             error = output_error(found, weights, settings, judge=self.judge(group))
