@@ -37,8 +37,9 @@ DOUBLED_ITEMS = 6 * MILLION
 # (workshop/vptq-launches-h200.jsonl)
 FEW_CHUNKS = 8
 # Slices that the columns of a row block are cut into, where that takes less time: in chunks of
-# lookups, what x of a chunk takes to stage and what handing sums over does.
-SPLITS = (1, 2, 4, 8)
+# lookups, what x of a chunk takes to stage and what handing sums over does. Two were never faster
+# by more than 1 %, eight slower (workshop/vptq-launches-h200.jsonl).
+SPLIT = 4
 STAGED_CHUNK = 0.3
 HAND_OVER = 20.0
 
@@ -198,7 +199,7 @@ def choose(
     """The first candidate that fits, or the given one."""
     tried = [launch] if launch else candidates(parts, rows, device, plain=plain)
     if launch is None:
-        tried = [replace(one, split=split_of(parts, one, device)) for one in tried]
+        tried = [sliced(parts, one, device) for one in tried]
     plans = (
         plan(
             parts,
@@ -212,24 +213,26 @@ def choose(
     return next((found for found in plans if found), None)
 
 
-def split_of(parts: Parts, launch: Launch, device: Gpu) -> int:
-    """Slices of columns: more of them even out what thread blocks have to do, and leave each little
-    x to stage, but hand sums over. Hopper begins the next launch meanwhile.
+def sliced(parts: Parts, launch: Launch, device: Gpu) -> Launch:
+    """With columns in slices on all processors, where that is faster: it evens out what thread
+    blocks have to do, and leaves each little x to stage, but sums are handed over. Hopper begins
+    the next launch meanwhile.
     """
-    if launch.kernel != "staged" or device.has_dependent_launch:
-        return 1
-    blocks = tuple(part.row_blocks for part in parts)
     units = parts[0].chunks // max(1, parts[0].form.window // CHUNK)
-    count = device.processors // launch.share
+    fits = units >= SPLIT and device.processors >= len(parts) * SPLIT
+    if launch.kernel != "staged" or device.has_dependent_launch or not fits:
+        return launch
+    blocks = tuple(part.row_blocks for part in parts)
 
     def chunks(split: int) -> float:
-        groups = share_out(blocks, count // split)
+        groups = share_out(blocks, device.processors // split)
         here = max(math.ceil(b / g) for b, g in zip(blocks, groups, strict=True))
         longest = math.ceil(units / split) * parts[0].chunks / units
-        return (here + STAGED_CHUNK) * longest + HAND_OVER * (split > 1)
+        return (here + STAGED_CHUNK) * longest
 
-    fitting = [one for one in SPLITS if one <= units and len(parts) * one <= count]
-    return min(fitting or [1], key=chunks)
+    if chunks(SPLIT) + HAND_OVER >= chunks(1):
+        return launch
+    return replace(launch, split=SPLIT, share=1)
 
 
 def residual_copies(tensor: VectorQuant, device: Gpu, *, doubled: bool) -> int:
