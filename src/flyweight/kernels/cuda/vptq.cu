@@ -60,21 +60,21 @@
 // What one of 4 threads (of 1, where that leaves one output to a thread) adds up of an output: the sums of every 4th of the warps that had a
 // part of its row block. Runs are contiguous, so warp + block is a slot of its own.
 struct Addends {
-  int together, block, inner, part;  // threads of an output; this one among them
-  int warp, last, from;              // its first warp, perhaps, and the last of all; the row block's first chunk
+  int shift, block, inner, part;  // threads of an output, as a power of two; this one among them
+  int warp, from, to;             // its first warp, perhaps; the row block's chunks
   DEVICE Addends() {}
-  DEVICE static int together_of(int here) { return 4 * here * SUMS <= THREADS ? 4 : 1; }
+  DEVICE static int shift_of(int here) { return RESIDENT == 2 || 4 * here * SUMS <= THREADS ? 2 : 0; }
   DEVICE Addends(int i, int here, int each) {
-    together = together_of(here), part = i % together, i /= together;
-    block = i / SUMS, inner = i % SUMS, from = block * each;
-    warp = (u32)(block * WARPS) / (u32)here + part, last = min((u32)((block + 1) * WARPS - 1) / (u32)here, (u32)WARPS - 1);
+    shift = shift_of(here), part = i & (1 << shift) - 1, i >>= shift;
+    block = i / SUMS, inner = i % SUMS, from = block * each, to = from + each;
+    warp = (u32)(block * WARPS) / (u32)here + part;
   }
   DEVICE bool ends(int here) const { return part == 0 && block < here; }
   DEVICE float sum(const float* partial, int total) const {  // by whole warps, or by those whose outputs are whole
     float sum = 0;
-    for (int w = warp; w <= last; w += together)
+    for (int w = warp; w < WARPS && total * w / WARPS < to; w += 1 << shift)
       if (total * (w + 1) / WARPS > max(from, total * w / WARPS)) sum += partial[(w + block) * SUMS + inner];
-    if (together == 1) return sum;
+    if (!shift) return sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
   }
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
 #endif
 
     float* const before = partial + (WARPS + here) * SUMS;  // [here][SUMS], only with several phases
-    for (int i = threadIdx.x; i < Addends::together_of(here) * here * SUMS; i += THREADS) {
+    for (int i = threadIdx.x; i < here * SUMS << Addends::shift_of(here); i += THREADS) {
       const Addends a = KNOWN && i == threadIdx.x ? own : Addends(i, here, each);
       float sum = a.sum(partial, total);
       if (!a.ends(here)) continue;

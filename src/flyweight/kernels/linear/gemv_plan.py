@@ -302,9 +302,9 @@ def fitting_plan(
         {},
     ]
     if wanted.own_bytes:
-        # One row rather has two stages than smaller shares or those of fewer warps (sm_89 in
-        # workshop/chain-trials-h200.jsonl); more rows were not tried.
-        two: list[dict[str, Any]] = [{}] if rows == 1 else []
+        # One row of codes rather has two stages than smaller shares or those of fewer warps, one of
+        # 16-bit weights has not (sm_89 in workshop/chain-trials-h200.jsonl); others were not tried.
+        two: list[dict[str, Any]] = [{}] if rows == 1 and matrix.format.grouped else []
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
         warps = max(FEWEST_WARPS, wanted.warps // 2)
         slots = max(1, min(wanted.slots or 1, 2 * warps // rows))

@@ -42,6 +42,7 @@ FEW_CHUNKS = 8
 SPLIT = 4
 STAGED_CHUNK = 0.3
 HAND_OVER = 20.0
+WORTH_SLICING = 0.97  # 8192 × 28672 is slower in slices
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def sliced(parts: Parts, launch: Launch, device: Gpu) -> Launch:
         longest = math.ceil(units / split) * parts[0].chunks / units
         return (here + STAGED_CHUNK) * longest
 
-    if chunks(SPLIT) + HAND_OVER >= chunks(1):
+    if chunks(SPLIT) + HAND_OVER > WORTH_SLICING * chunks(1):
         return launch
     return replace(launch, split=SPLIT, share=1)
 
