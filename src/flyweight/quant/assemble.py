@@ -78,7 +78,11 @@ class Assembly:
     def transforms(self) -> dict[str, Any]:
         found = {}
         for index, part in enumerate(self.finished[:-1]):
-            kept = {key: part.report[key] for key in ("scales", "learned") if key in part.report}
+            kept = {
+                key: part.report[key]
+                for key in ("scales", "learned", "healed")
+                if key in part.report
+            }
             found[f"model.layers.{index}"] = kept
         return found
 

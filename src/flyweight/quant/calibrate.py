@@ -256,11 +256,16 @@ class Loop:
         floats: dict[str, Tensor] = {}
         if self.recipe.learn_steps:
             floats = {name: weight.clone() for name, weight in work.weights.items()}
+        targets = self.targets(work) if self.recipe.heal_steps else None
         # Experts of a layer are calibrated in one pass: all gate/up, then all down.
         for _, stage in itertools.groupby(
             work.groups, key=lambda group: group.name.rpartition(".")[2]
         ):
             self.solve(work, list(stage), report["layers"])
+            if targets is not None:
+                report.setdefault("healed", []).append(self.heal(work, targets))
+        if targets is not None:
+            targets.close()
         if self.recipe.learn_steps and self.original is not None:
             work.weights |= floats
             report["learned"] = self.learn(work)
@@ -312,12 +317,33 @@ class Loop:
             seconds = time.perf_counter() - started
             self.listen(Event("layer", work.index, self.config.layers, name, error, seconds))
 
-    def learn(self, work: WorkBlock) -> dict[str, float]:
+    def targets(self, work: WorkBlock) -> ActivationCache:
+        """What the original's block makes of the original's hidden states."""
         assert self.original is not None and self.context is not None
         targets = self.cache("target")
         block = self.load(work.index).build()
         for i in range(len(self.hidden)):
             targets.append(block.forward(self.original[i], self.context))
+        return targets
+
+    def heal(self, work: WorkBlock, targets: ActivationCache) -> tuple[float, float]:
+        """What is still in floats makes up for what is solved, and scales and norms move."""
+        assert self.context is not None
+        recipe = self.recipe
+        settings = Tuning(
+            recipe.heal_steps,
+            recipe.learn_batch,
+            recipe.heal_rate,
+            seed=self.setting.seed,
+            floats=True,
+            relative=True,
+        )
+        found = tune_block(work, self.hidden, targets, self.context, settings)
+        work.known.forget()
+        return found
+
+    def learn(self, work: WorkBlock) -> dict[str, float]:
+        targets = self.targets(work)
         before, after = self.learned(work, targets)
         targets.close()
         return {"before": before, "after": after}

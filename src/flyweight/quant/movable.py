@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
+from flyweight.tensors import IntGroup, QuantTensor, Trellis, VectorQuant
 
 FIELDS = {  # kind → what may move
     "int": ("scales",),
     "w8a8": ("scales",),
+    "trellis": ("scales",),
     "vptq": ("codebook", "residual", "outlier_codebook", "scale", "bias"),
 }
 START = 0.45  # how far from its place a code starts at most
@@ -84,6 +85,8 @@ class Part:
                 self.codes.requires_grad_()
             else:
                 self.codes = codes.to(torch.int8 if tensor.bits < 8 else torch.int16)
+        elif isinstance(tensor, Trellis):
+            self.codes = tensor.values()
         elif isinstance(tensor, VectorQuant):
             self.indices = tensor.split_indices()
 
@@ -113,6 +116,9 @@ class Part:
             assert self.codes is not None
             codes = Through.apply(self.codes) if self.moving else self.codes
             return (codes * values["scales"][..., None]).flatten(1)
+        if isinstance(self.tensor, Trellis):
+            assert self.codes is not None
+            return self.tensor.scaled(self.codes, values["scales"])
         tensor = dataclasses.replace(self.tensor, **values)
         return (
             tensor.decode(*self.indices)

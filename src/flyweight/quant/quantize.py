@@ -40,6 +40,7 @@ from flyweight.quant.identity import newest, weights_digest
 from flyweight.quant.options import Options, Setting
 from flyweight.quant.own_text import with_own_text
 from flyweight.quant.recipe import Recipe
+from flyweight.quant.rotated import Rotated, can_rotate
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
@@ -129,9 +130,10 @@ class Job:
         self.device = pick_device(options.device)
         if self.model.startswith("preset:"):
             preset = self.model.removeprefix("preset:")
-            self.source: Any = PresetWeights(preset, device=self.device)
+            self.original: Any = PresetWeights(preset, device=self.device)
         else:
-            self.source = Checkpoint(resolve(model))
+            self.original = Checkpoint(resolve(model))
+        self.source = self.rotated() if recipe.rotate else self.original
         self.config = ModelConfig.from_dict(self.source.config)
         self.stored = self.source.tensor("model.norm.weight").dtype
         self.dtype = self.stored
@@ -146,21 +148,27 @@ class Job:
         sharding.check_pruning(self.config, self.recipe)
         sharding.check_vectors(self.config, self.recipe, options.shards)
 
+    def rotated(self) -> Any:
+        """The source in another basis, where its layers allow it."""
+        if not can_rotate(ModelConfig.from_dict(self.original.config)):
+            return self.original
+        return Rotated(self.original, device=self.device)
+
     def check_source(self) -> None:
         """What does not fit the config, or has no place in the result, shows before the work; of
         the layers it shows as each is read.
         """
-        if not isinstance(self.source, Checkpoint):
+        if not isinstance(self.original, Checkpoint):
             return  # random weights are made to fit
         vocabulary = (self.config.vocab_size, self.config.hidden_size)
-        embedding = self.source.tensor(f"{EMBEDDING}.weight")
+        embedding = self.original.tensor(f"{EMBEDDING}.weight")
         check_shape(EMBEDDING, embedding.shape, vocabulary)
-        if self.config.tied_embeddings:
-            check_tied(self.source, Plain(embedding))
+        if ModelConfig.from_dict(self.original.config).tied_embeddings:
+            check_tied(self.original, Plain(embedding))
         else:
-            check_shape(HEAD, self.source.tensor(f"{HEAD}.weight").shape, vocabulary)
+            check_shape(HEAD, self.original.tensor(f"{HEAD}.weight").shape, vocabulary)
         layers = (f"model.layers.{index}.*" for index in range(self.config.layers))
-        self.source.check_used(layers)
+        self.original.check_used(layers)
 
     def check_tuning(self) -> None:
         """That the whole model has room where it is tuned shows before its blocks are solved."""
@@ -191,7 +199,7 @@ class Job:
             return None
         samples = self.text_samples()
         share, tuning = self.recipe.own_shares
-        if not share + tuning or isinstance(self.source, PresetWeights):
+        if not share + tuning or isinstance(self.original, PresetWeights):
             return samples
         folder = self.source.folder
         with memory_errors("own text"):
@@ -205,7 +213,7 @@ class Job:
             return source
         count = self.options.sample_count(self.device)
         length = min(self.options.sample_length(self.device), self.config.context_length)
-        if isinstance(self.source, PresetWeights):  # random weights: any tokens will do
+        if isinstance(self.original, PresetWeights):  # random weights: any tokens will do
             generator = torch.Generator().manual_seed(seed)
             tokens = torch.randint(self.config.vocab_size, (count, length), generator=generator)
             return Samples(tokens, "random", seed)

@@ -2,8 +2,8 @@
 the same form.
 
 name = "mine" base = "gptq-int4"            # start from a named scheme smooth = 0.8
-# keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, own_text, embeddings,
-# served_head
+# keys of the whole model: smooth, scale_search, sparse, rotate, learn_*, heal_*, tune_*,
+# own_text, embeddings, served_head
 
 [[layers]]                    # the last line that fits a layer's full name wins, key by key
 match = "*.mlp.down_proj"
@@ -37,9 +37,11 @@ from flyweight.models.narrow_head import AS_STORED, BITS
 from flyweight.quant.fp8 import FP8
 from flyweight.quant.gptq import GPTQ
 from flyweight.quant.grid import Integers
+from flyweight.quant.trellis import TrellisCode
 from flyweight.quant.vptq import VPTQ
+from flyweight.tensors.trellis import STATE_BITS
 
-SOLVERS = ["rtn", "gptq", "awq", "vptq", "fp8", "keep"]  # and those of `solve.register`
+SOLVERS = ["rtn", "gptq", "awq", "vptq", "trellis", "fp8", "keep"]  # and those of `solve.register`
 UNCALIBRATED = {"keep"}  # solvers that never look at inputs
 VPTQ_NAME = re.compile(r"vptq:v(\d+)-k(\d+)(?:-(\d+))?(?:-o(\d+(?:\.\d+)?))?")
 
@@ -78,6 +80,8 @@ class Layer:
             True,
         ):
             raise OptionError("int8 activations go with symmetric 8-bit weights and group_size -1")
+        if self.solver == "trellis" and self.bits not in STATE_BITS:
+            raise OptionError(f"a trellis has 2 or 3 bits, not {self.bits}")
         self.integers(torch.float16), self.fp8()  # their own checks
 
     @property
@@ -118,6 +122,10 @@ class Layer:
             **shared,
         )
 
+    def trellis(self, dtype: torch.dtype) -> TrellisCode:
+        scales = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+        return TrellisCode(self.bits, self.damping, self.sweeps, scales)
+
     def fp8(self) -> FP8:
         return FP8(self.fp8_scales, self.fp8_activation)
 
@@ -132,9 +140,13 @@ class Recipe:
     smooth: float | str | None = None  # SmoothQuant's α, or "search"
     scale_search: bool = False  # AWQ's
     sparse: bool = False  # prune 2:4 first
+    rotate: bool = False  # the hidden state into another basis, where the layers allow it
     learn_steps: int = 0  # learned rounding
     learn_batch: int = 8
     learn_rate: float = 0.0  # 0: one over the number of steps
+    # of a block behind each stage that is solved: weights still in floats make up for its errors
+    heal_steps: int = 0
+    heal_rate: float = 1e-3
     tune_steps: int = 0  # scales, books and norms of the whole model tuned on its predictions
     tune_batch: int = 8
     tune_rate: float = 1e-3
@@ -168,18 +180,12 @@ class Recipe:
     @property
     def follows_original(self) -> bool:
         """Whether the original model has to run beside the quantized one."""
-        return self.learn_steps > 0 or self.tune_steps > 0
+        return max(self.learn_steps, self.heal_steps, self.tune_steps) > 0
 
     @property
     def calibrated(self) -> bool:
         """Whether a text is needed at all."""
-        if (
-            self.smooth is not None
-            or self.scale_search
-            or self.sparse
-            or self.learn_steps
-            or self.tune_steps
-        ):
+        if self.smooth is not None or self.scale_search or self.sparse or self.follows_original:
             return True
         layers = [
             self.layer,

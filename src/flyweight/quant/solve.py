@@ -19,6 +19,7 @@ from flyweight.quant.recipe import SOLVERS, UNCALIBRATED, Layer
 from flyweight.quant.rtn import rtn, to_int8_channel
 from flyweight.quant.sparsegpt import prune24
 from flyweight.quant.statistics import Statistics
+from flyweight.quant.trellis import trellis
 from flyweight.quant.vptq import vptq
 from flyweight.tensors import IntGroup, Plain, QuantTensor, Sparse24
 
@@ -53,6 +54,9 @@ def solve_group(
         )
         parts = split_rows(joined, [weight.shape[0] for weight in weights])
         return [finish(part, layers[0], sparse=sparse) for part in parts]
+    if len(set(layers)) == 1 and layers[0].solver == "trellis":
+        assert statistics is not None
+        return list(trellis(weights, statistics, layers[0].trellis(dtype)))
     return [
         solve_one(weight, layer, statistics, dtype=dtype, sparse=sparse, seed=seed)
         for weight, layer in zip(weights, layers, strict=True)
@@ -77,6 +81,9 @@ def solve_one(
     if layer.solver == "vptq":
         assert statistics is not None
         return vptq(weight, statistics, layer.vptq(dtype, seed))
+    if layer.solver == "trellis":
+        assert statistics is not None
+        return trellis([weight], statistics, layer.trellis(dtype))[0]
     return finish(
         solve_integers(weight, layer, statistics, dtype=dtype, sparse=sparse), layer, sparse=sparse
     )

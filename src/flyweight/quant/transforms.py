@@ -19,6 +19,7 @@ from flyweight.quant.cache import ActivationCache
 from flyweight.quant.inputs import GroupInputs
 from flyweight.quant.recipe import Layer, Recipe
 from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales
+from flyweight.quant.trellis import even_scales
 from flyweight.quant.work import WorkBlock, root_mean_square
 
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
@@ -113,6 +114,9 @@ class Transforms:
 
     def scale(self, group: Group) -> float:
         layers = self.layers(group)
+        if layers[0].solver == "trellis":
+            self.fold(group, even_scales(self.statistics[group.name], self.weights(group)))
+            return 1.0
         compensated = any(layer.solver == "gptq" for layer in layers)
         ratio, scales = search_scales(
             self.statistics[group.name],

@@ -32,7 +32,7 @@ from flyweight.quant.captured import Captured
 from flyweight.quant.movable import FIELDS, Movable, Part
 from flyweight.quant.rounding import SAME_GRADIENTS, output_error, trainable
 from flyweight.quant.statistics import matmul_precision
-from flyweight.quant.work import WorkBlock, input_quantizer
+from flyweight.quant.work import WorkBlock, input_quantizer, root_mean_square
 
 ROWS = 1024  # tokens whose logits are held at a time
 HELD = 1  # bytes of a weight while scales move: its code
@@ -48,6 +48,8 @@ class Tuning:
     rate: float = 1e-3  # Adam's first step, as a share of the size of what moves
     rounding: float = 0.0  # how many steps of its grid a code can travel in all
     seed: int = 0
+    floats: bool = False  # whether weights move that are not quantized yet
+    relative: bool = False  # of one block: each token's error over the size of its hidden state
 
 
 class TunedBlock:
@@ -70,11 +72,17 @@ class TunedBlock:
             for name, tensor in work.quantized.items()
             if tensor.kind in FIELDS
         }
+        self.floats = {
+            name: Movable(weight, alike=True)
+            for name, weight in work.weights.items()
+            if settings.floats and name not in work.quantized
+        }
         self.norms = {
             norm.name: Movable(work.others[f"{norm.name}.weight"]) for norm in work.plan.norms
         }
         moving = [
             *self.norms.values(),
+            *self.floats.values(),
             *(field for part in self.parts.values() for field in part.moves.values()),
         ]
         codes = [
@@ -112,11 +120,7 @@ class TunedBlock:
         return out
 
     def joined(self, names: Sequence[str]) -> Callable[[Tensor], Tensor]:
-        dense = [
-            self.parts[name].weight() if name in self.parts else self.work.dense(name)
-            for name in names
-        ]
-        weight = torch.cat([part.to(self.work.dtype) for part in dense])
+        weight = torch.cat([self.weight(name).to(self.work.dtype) for name in names])
         quantize_input = input_quantizer([self.work.quantized.get(name) for name in names])
 
         def run(x: Tensor) -> Tensor:
@@ -124,6 +128,11 @@ class TunedBlock:
             return F.linear(x if seen is x else x + (seen - x).detach(), weight)
 
         return run
+
+    def weight(self, name: str) -> Tensor:
+        if name in self.parts:
+            return self.parts[name].weight()
+        return self.floats[name].value() if name in self.floats else self.work.dense(name)
 
     def backward(
         self, x: Tensor, gradient: Tensor, share: Tensor | float, *, y: Tensor | None = None
@@ -156,6 +165,7 @@ class TunedBlock:
 
     def finish(self) -> None:
         self.work.quantized |= {name: part.result() for name, part in self.parts.items()}
+        self.work.weights |= {name: field.result() for name, field in self.floats.items()}
         self.work.others |= {f"{name}.weight": field.result() for name, field in self.norms.items()}
 
 
@@ -214,9 +224,12 @@ def tune_block(
     context: PromptStage,
     settings: Tuning,
 ) -> tuple[float, float]:
-    """Improve one solved block in place; returns its relative output error before and after."""
-    before = output_error(work, inputs, targets, context)
-    original = (dict(work.quantized), dict(work.others))
+    """Improve one block in place, of which some or all is solved; returns its relative output error
+    before and after.
+    """
+    relative = settings.relative
+    before = output_error(work, inputs, targets, context, relative=relative)
+    original = (dict(work.quantized), dict(work.others), dict(work.weights))
     block = TunedBlock(work, context, settings)
     samples = inputs.samples
     generator = torch.Generator().manual_seed(settings.seed + work.index)
@@ -228,11 +241,13 @@ def tune_block(
                 for cache in (inputs, targets)
             )
             gradient = block.forward(x) - wanted  # of half the squared error
+            if relative:
+                gradient = (gradient / root_mean_square(wanted).square()).to(gradient.dtype)
             block.backward(x, gradient, 1 - step / settings.steps)
     block.finish()
-    after = output_error(work, inputs, targets, context)
+    after = output_error(work, inputs, targets, context, relative=relative)
     if not after < before:
-        work.quantized, work.others = original
+        work.quantized, work.others, work.weights = original
         after = before
     return before, after
 

@@ -15,6 +15,7 @@ from flyweight.tensors.float4 import FLOAT4_GROUP, Float4, NvFloat4
 from flyweight.tensors.float8 import FLOAT8, FLOAT8_MAX, Float8, quantize_float8_rows
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24, quantize_int8_rows
 from flyweight.tensors.rows import reorder_rows, scale_rows
+from flyweight.tensors.trellis import Trellis
 from flyweight.tensors.vector import ByteVectorQuant, VectorQuant
 
 KINDS: dict[str, type[QuantTensor]] = {
@@ -29,6 +30,7 @@ KINDS: dict[str, type[QuantTensor]] = {
         NvFloat4,
         Sparse24,
         VectorQuant,
+        Trellis,
     )
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "Plain",
     "QuantTensor",
     "Sparse24",
+    "Trellis",
     "VectorQuant",
     "merge",
     "quantize_float8_rows",

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from flyweight.checkpoint import Checkpoint, formats
 from flyweight.checkpoint.convert import quantized_modules
 from flyweight.errors import FlyweightError
-from flyweight.tensors import Float8, Int8Channel, IntGroup, VectorQuant
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Trellis, VectorQuant
 
 ROUNDS = int(os.environ.get("FLYWEIGHT_FUZZ", "400"))
 PREFIX = "model.layers.0.mlp.down_proj"
@@ -37,6 +37,7 @@ MODELS = [
     ("compressed-tensors", Int8Channel.random((16, 64))),
     ("compressed-tensors", Float8.random((16, 64))),
     ("fp8", Float8(Float8.random((16, 64)).weight, torch.ones(1, 1), "token")),
+    ("trellis", Trellis.random((16, 64))),
     (
         "vptq",
         VectorQuant.random(

@@ -11,7 +11,7 @@ from in_memory import read, same, written
 from flyweight.checkpoint import formats
 from flyweight.checkpoint.formats.base import dense_of
 from flyweight.errors import UnsupportedError
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, VectorQuant
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, Trellis, VectorQuant
 
 SEEDS = st.integers(0, 10_000)
 
@@ -49,6 +49,19 @@ def test_gptq(bits, rows, words, group, symmetric, act_order, version2, seed):
     ):
         tensor = dataclasses.replace(tensor, g_idx=None)  # an order that is no order
     same(tensor, again)
+
+
+@given(
+    bits=st.sampled_from([2, 3]),
+    rows=st.integers(1, 40),
+    blocks=st.integers(1, 5),
+    groups=st.booleans(),
+    seed=SEEDS,
+)
+@settings(max_examples=30)
+def test_trellis(bits, rows, blocks, groups, seed):
+    tensor = Trellis.random((rows, 64 * blocks), seed, bits=bits, groups=groups)
+    same(tensor, read(written("trellis", tensor)))
 
 
 @given(

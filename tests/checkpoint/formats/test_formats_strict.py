@@ -13,7 +13,7 @@ from flyweight.checkpoint import formats
 from flyweight.checkpoint.formats import CheckpointNotice
 from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError
 from flyweight.packing import pack
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, VectorQuant
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Trellis, VectorQuant
 
 PREFIX = "model.layers.0.mlp.down_proj"
 INT4 = dataclasses.replace(
@@ -28,6 +28,7 @@ CASES = {
     "w8a8": dataclasses.replace(Int8Channel.random((16, 64)), input_scale=torch.tensor([0.1])),
     "fp8": Float8.random((16, 64)),
     "vptq": VectorQuant.random((16, 64), main=16, residual=4, outliers=4, permute=True),
+    "trellis": Trellis.random((17, 64), bits=3),
 }
 
 
@@ -417,3 +418,28 @@ def test_two_and_three_bit_gptq_can_be_read():
             "checkpoint_format": "gptq_v2",
         }
         same(tensor, read(MemoryCheckpoint(tensors, {"quantization_config": config})))
+
+
+@pytest.mark.parametrize(
+    ("part", "shape", "told"),
+    [
+        ("trellis", (1, 3, 32, 4), "2 and 3 bits"),
+        ("trellis", (1, 0, 32, 2), "2 and 3 bits"),
+        ("trellis", (2, 3, 32, 2), "no fit for 2 tiles"),
+        ("scales", (17, 1), "no fit for 1 tiles"),
+        ("scales", (16, 3), "no fit for 1 tiles of 16 outputs and 3 blocks"),
+    ],
+)
+def test_shapes_of_a_trellis_must_fit(part, shape, told):
+    checkpoint = written("trellis", Trellis.random((16, 192)))
+    name = f"{PREFIX}.{part}"
+    checkpoint.tensors[name] = torch.zeros(shape, dtype=checkpoint.tensors[name].dtype)
+    with pytest.raises(CheckpointError, match=told):
+        read(checkpoint)
+
+
+def test_trellises_of_a_later_version_are_refused():
+    checkpoint = written("trellis", Trellis.random((16, 64)))
+    checkpoint.config["quantization_config"]["version"] = 2
+    with pytest.raises(UnsupportedError, match="`version` is 2"):
+        read(checkpoint)

@@ -24,6 +24,7 @@ from flyweight.checkpoint.formats.gguf import Gguf
 from flyweight.checkpoint.formats.gptq import Gptq
 from flyweight.checkpoint.formats.hqq import Hqq
 from flyweight.checkpoint.formats.modelopt import ModelOpt
+from flyweight.checkpoint.formats.trellis import TrellisFormat
 from flyweight.checkpoint.formats.vptq import Vptq
 from flyweight.errors import CheckpointError, OptionError, UnsupportedError, unknown
 from flyweight.tensors import IntGroup, QuantTensor
@@ -52,6 +53,7 @@ READABLE: dict[str, type[Format]] = {
     "vptq": Vptq,
     "modelopt": ModelOpt,
     "hqq": Hqq,
+    "trellis": TrellisFormat,
 }
 WRITABLE: dict[str, Format] = {
     "gptq": Gptq(),
@@ -61,6 +63,7 @@ WRITABLE: dict[str, Format] = {
     "fp8": Fp8(),
     "vptq": Vptq(),
     "modelopt": ModelOpt(),
+    "trellis": TrellisFormat(),
 }
 # Known to transformers, but with a run time of their own and no place in the QuantTensor family.
 FOREIGN = (
@@ -102,6 +105,7 @@ DEFAULTS = (
     ("fp8", "compressed-tensors", "the only format with one scale per output"),
     ("sparse24", "compressed-tensors", "dense with zeros: 2:4 storage is gone from every engine"),
     ("vptq", "vptq", "the only format with codebooks"),
+    ("trellis", "trellis", "of this package alone: no other engine has this code"),
     ("nvfp4", "modelopt", "the files that its authors publish"),
 )
 
