@@ -335,12 +335,15 @@ def fitting_plan(
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes), slots=1),
         {},
     ]
-    if wanted.own_bytes:  # smaller shares, or those of fewer warps, rather than two of each
+    if wanted.own_bytes:
+        # One row of codes rather has two stages than smaller shares or those of fewer warps, one of
+        # 16-bit weights has not (sm_89 in workshop/chain-trials-h200.jsonl); others were not tried.
+        two: list[dict[str, Any]] = [{}] if rows == 1 and matrix.format.grouped else []
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
         warps = max(FEWEST_WARPS, wanted.warps // 2)
         slots = max(1, min(wanted.slots or 1, 2 * warps // rows))
         fewer: dict[str, Any] = dict(fewest=3, warps=warps, slots=slots)
-        several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
+        several = [several[0], *two, smaller | dict(fewest=3), fewer, *several[-2:], smaller]
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
