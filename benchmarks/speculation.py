@@ -247,7 +247,10 @@ def drafter_bytes(llm: LLM) -> int:
 
 
 def open_engine(model: str, drafter: str, device: str | None) -> LLM:
-    return LLM(
+    """What steps with guesses launch is compiled and captured: shorter guesses than those of the
+    first answers may come first in a later one.
+    """
+    llm = LLM(
         model,
         device=device,
         speculate=drafter,
@@ -256,6 +259,11 @@ def open_engine(model: str, drafter: str, device: str | None) -> LLM:
         max_model_len=CONTEXT,
         blocks=4 * CONTEXT // 16,
     )
+    speculator, steps = llm.engine.speculator, llm.engine.runner.shared_steps
+    if speculator is not None and steps is not None:
+        speculator.drafter.warm_up()
+        steps.warm_up()
+    return llm
 
 
 def follow(llm: LLM, way: str | None) -> None:
@@ -277,23 +285,25 @@ def memory_of(model: str, drafter: str) -> tuple[str, int, int]:
 
 
 def memory_rows(options: argparse.Namespace) -> None:
-    without = 0
-    for drafter in ["off", *options.speculate]:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            name, held, weights = pool.apply(memory_of, (options.model, drafter))
-        without = without or held
-        row = {
-            "what": "memory",
-            "tree": commit(),
-            "model": Path(options.model).name,
-            "device": name,
-            "drafter": drafter,
-            "held_mb": round(held / 1e6, 1),
-            "more_mb": round((held - without) / 1e6, 1),
-            "drafter_weights_mb": round(weights / 1e6, 1),
-            "beside_mb": round((held - without - weights) / 1e6, 1),
-        }
-        print(json.dumps(row), flush=True)
+    """Engines of processes of their own, all at once: memory is counted by process."""
+    drafters = ["off", *options.speculate]
+    with multiprocessing.get_context("spawn").Pool(len(drafters), maxtasksperchild=1) as pool:
+        waiting = [pool.apply_async(memory_of, (options.model, drafter)) for drafter in drafters]
+        _, without, _ = waiting[0].get()
+        for drafter, one in zip(drafters, waiting, strict=True):
+            name, held, weights = one.get()
+            row = {
+                "what": "memory",
+                "tree": commit(),
+                "model": Path(options.model).name,
+                "device": name,
+                "drafter": drafter,
+                "held_mb": round(held / 1e6, 1),
+                "more_mb": round((held - without) / 1e6, 1),
+                "drafter_weights_mb": round(weights / 1e6, 1),
+                "beside_mb": round((held - without - weights) / 1e6, 1),
+            }
+            print(json.dumps(row), flush=True)
 
 
 def main() -> None:

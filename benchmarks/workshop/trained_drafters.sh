@@ -3,7 +3,10 @@
 # more), on one GPU with nothing beside it: training is starved at once. The head and the student learn from the same answers, most of
 # them to questions that the model asks itself: of few answers a head soon knows the words and no others.
 #
-#   bash benchmarks/workshop/trained_drafters.sh MODEL TEXTS OUT
+#   bash benchmarks/workshop/trained_drafters.sh MODEL TEXTS OUT [DRAFTER …]
+#
+# Drafters that are judged: by default the head, alone and with `auto`, the student with `auto`, and n-grams. MINUTES, STUDENT_MINUTES and
+# ANSWER_MINUTES are of training the head and the student and of answering.
 #
 # TEXTS: a folder with wikitext2-train-1mb.raw.txt, wikitext2-valid.raw.txt, sonnet.txt and mt-bench-questions.jsonl. OUT gets
 # training.txt, rates.jsonl and memory.jsonl; the drafters are left in the folders `head` and `student` of the current one, since
@@ -13,11 +16,13 @@
 # TRY=1 runs all of it small, on a CPU too.
 set -u
 model=$1 texts=$2 out=$3
+shift 3
+[ $# -gt 0 ] || set -- auto:eagle3:head:3 eagle3:head:3 ngram:7 auto:model:student:3
 here=$(dirname "$(readlink -f "$0")")/..
 code=$here/../src/flyweight
 mkdir -p "$out"
-sizes="--prompts 1024 --asked 6144 --question-times 2 --answer 256 --answer-minutes 0.5 --student 4"
-trained="--minutes 0.55 --student-minutes 0.12"
+sizes="--prompts 1024 --asked 6144 --question-times 2 --answer 256 --answer-minutes ${ANSWER_MINUTES:-0.4} --student 4"
+trained="--minutes ${MINUTES:-0.55} --student-minutes ${STUDENT_MINUTES:-0.12}"
 again="--eager --minutes 0.4 --student-minutes 0.1"
 judged="--tokens 192"
 lines=1000
@@ -36,8 +41,9 @@ train() {
 }
 train $trained || { [ -f head/answers.json ] && [ ! -f head/model.safetensors ] && train $again; }
 grep '"training"' "$out/training.txt"
-python "$here/speculation.py" "$model" --speculate auto:eagle3:head:3 --speculate eagle3:head:3 --speculate eagle3:head:1 \
-    --speculate ngram:7 --speculate auto:model:student:3 --only chat --only code --only quoting \
+drafters=()
+for one; do drafters+=(--speculate "$one"); done
+python "$here/speculation.py" "$model" "${drafters[@]}" --only chat --only code --only quoting \
     --text "$texts/wikitext2-valid.raw.txt" --chat "$texts/mt-bench-questions.jsonl" --code "$code/engine/runner.py" \
     --code "$code/engine/rows.py" $judged > "$out/rates.jsonl"
 [ -n "${TRY:-}" ] || python "$here/speculation.py" "$model" --memory --speculate eagle3:head:3 --speculate model:student:3 \

@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,8 +73,6 @@ LAUNCHES = {
     "4 copies": Launch("staged", copies=4),
     "8 copies, 32 warps": Launch("staged", warps=32),
     "8 copies, 8 warps": Launch("staged", warps=8),
-    "8 copies, even": Launch("staged", even=True),
-    "4 copies, even": Launch("staged", copies=4, even=True),
     "half of the SMs": Launch("staged", share=2),
     "half of the SMs, 4 copies": Launch("staged", share=2, copies=4),
     "half of the SMs, 2 copies": Launch("staged", share=2, copies=2),
@@ -89,9 +89,21 @@ LAUNCHES = {
 }
 
 
+def sliced(linear: VptqLinear, device: gpu.Gpu) -> Iterator[tuple[str, Launch]]:
+    """The chosen launch with its columns in so many slices, on all SMs."""
+    chosen = gather_plan.choose(linear.parts, 1, device)
+    if chosen is not None and chosen.launch.kernel == "staged":
+        whole = replace(chosen.launch, share=1)
+        for split in (1, 2, 4, 8):
+            yield f"{split} slices", replace(whole, split=split)
+
+
 def launches(linear: VptqLinear, device: gpu.Gpu) -> Iterator[tuple[str, Launch | None]]:
     """What fits; None: the one that is chosen."""
     yield "now", None
+    for name, launch in sliced(linear, device):
+        if gather_plan.choose(linear.parts, 1, device, launch) is not None:
+            yield name, launch
     for name, launch in LAUNCHES.items():
         if launch.kernel == "direct" and not gather_plan.takes_direct(linear.parts, device):
             continue
@@ -113,7 +125,7 @@ def before(case: Case, tensor: Any, device: gpu.Gpu) -> tuple[VptqLinear, Launch
 
 
 def made(
-    case: Case, device: torch.device
+    case: Case, device: torch.device, only: str | None
 ) -> tuple[Any, list[tuple[str, VptqLinear, Launch | None]]]:
     """A weight, and what is timed of it."""
     where = torch.device("cpu") if gpu.is_pretended() else device
@@ -123,6 +135,8 @@ def made(
     assert isinstance(linear, VptqLinear)
     here = gpu.of(device)
     works = [(name, linear, launch) for name, launch in launches(linear, here)]
+    if only is not None:
+        return tensor, [one for one in works if re.search(only, one[0])]
     if dependent_launch.enabled:
         works.append(("one by one", *before(case, tensor, here)))
     return tensor, works
@@ -130,7 +144,7 @@ def made(
 
 def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
-    tensor, tried = made(case, device)
+    tensor, tried = made(case, device, options.only)
     x = torch.randn(1, case.in_features, device=device).bfloat16()
     want = reference(tensor, x)
     count = replay.copies_for(tried[0][1].nbytes, device)
@@ -150,19 +164,23 @@ def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
 
 
-def wanted_by(shape: tuple[int, int], books: tuple[int, int], name: str) -> set[jit.Wanted]:
+def wanted_by(
+    shape: tuple[int, int], books: tuple[int, int], name: str, only: str | None
+) -> set[jit.Wanted]:
     """Of a dry run: the kernels of one case."""
     with dry_run(gpu.by_name(name)):
         case = Case("vptq", 1, *shape, torch.bfloat16, books=books)
-        _, tried = made(case, DEVICE)
+        _, tried = made(case, DEVICE, only)
         x = torch.empty(1, case.in_features, dtype=torch.bfloat16, device=DEVICE)
         for _, linear, launch in tried:
             linear(x, launch=launch)
     return jit.wanted
 
 
-def compile_all(name: str, cases: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-    runs = [functools.partial(wanted_by, shape, books, name) for shape, books in cases]
+def compile_all(
+    name: str, cases: list[tuple[tuple[int, int], tuple[int, int]]], only: str | None
+) -> None:
+    runs = [functools.partial(wanted_by, shape, books, name, only) for shape, books in cases]
     code = gpu.by_name(name).virtual_architecture
     found = precompile.precompile(runs, code, listen=lambda *_: None)
     print(f"{found.kernels} kernels, {found.fresh} of them compiled now, {found.seconds:.0f} s")
@@ -172,15 +190,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", metavar="ARCH", help="compile for it, time nothing")
     parser.add_argument("--slower", action="store_true", help="the shapes that torch was faster at")
+    parser.add_argument("--shapes", nargs="+", metavar="INPUTSxOUTPUTS", help="others than those")
+    parser.add_argument("--only", metavar="PATTERN", help="of launches' names")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=600, help="begin nothing after so many")
     parser.add_argument("-o", "--out", type=Path, help="rows (JSONL)")
     options = parser.parse_args()
     began = time.monotonic()
     shapes = SLOWER if options.slower else SHAPES
+    if options.shapes:
+        shapes = [(int(i), int(o)) for i, o in (one.split("x") for one in options.shapes)]
     cases = [(shape, books) for shape in shapes for books in BOOKS]
     if options.compile:
-        return compile_all(options.compile, cases)
+        return compile_all(options.compile, cases, options.only)
     imitated = gpu.imitated()
     name = torch.cuda.get_device_name(0)
     what = dict(

@@ -73,7 +73,7 @@ def test_every_format_gives_a_row_with_its_error_and_both_times(format, rows):
     )
     assert row["share_of_bandwidth"] == pytest.approx(row["gb_s"] / 10) and row["us_hot"] > 0
     assert row["bits_per_weight"] <= 32 and (row["group_size"] == 32) == format.startswith(
-        ("w4a16", "w8a16")
+        ("w2a16", "w3a16", "w4a16", "w8a16")
     )
 
 

@@ -75,6 +75,7 @@ DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   for (int i = 0; i < 4; i++) r |= (u32)(all >> 8 * (order >> 4 * i & 7) & 255) << 8 * i;
   return r;
 }
+DEVICE u32 __funnelshift_r(u32 low, u32 high, u32 by) { return (u32)(((u64)high << 32 | low) >> (by & 31)); }
 DEVICE u32 bytes_or_signs(u32 a, u32 b, u32 order) {
   u32 r = 0;
   for (int i = 0; i < 4; i++) {

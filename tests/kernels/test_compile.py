@@ -113,7 +113,17 @@ PLANES = [
     dict(FORMAT=8, GROUP=512, BITS=4, RECORD_KIND=6, SUBGROUP=16, MIDDLE=0, CODING=2),
     dict(FORMAT=8, GROUP=128, BITS=3, RECORD_KIND=1, SUBGROUP=128, MIDDLE=0, CODING=0),
 ]
+# hashes of overlapping bits, a scale a row and one for 128 inputs
+TRELLIS = dict(FORMAT=8, BITS=2, RECORD_KIND=0, SUBGROUP=4096, GROUP=4096, MIDDLE=0, CODING=3)
+TRELLIS_GROUPS = TRELLIS | dict(BITS=3, SUBGROUP=128, GROUP=128)
 CASES = [
+    ("gemv.cu", GEMV | TRELLIS | dict(APART=1, EPILOGUE=2, BIAS=1, SLOTS=2)),
+    ("gemv.cu", GEMV | OLDER | TRELLIS_GROUPS | dict(ROWS=8, SLOTS=2, STAGES=3, OWN_UNITS=1)),
+    ("gemv_split.cu", GEMV | TRELLIS | dict(ROWS=8, WARPS=8, SLOTS=2, SLICES=4)),
+    ("qkv_attention.cu", FUSED | TRELLIS),
+    ("gemm.cu", GEMM | TRELLIS | dict(SB=2, FP16=1)),
+    ("gemm_mma.cu", MMA | TRELLIS_GROUPS | dict(SB=2)),
+    ("untile.cu", LINEAR | TRELLIS | dict(INTERLEAVED=0, LOOK_UP=1)),
     ("attention.cu", HEADS | dict(KV8=1)),
     ("trellis_search.cu", SEARCH | dict(STATE=18, FRESH=8, CIRCLES=32)),
     ("trellis_search.cu", SEARCH | dict(STATE=20, FRESH=12, CIRCLES=8)),

@@ -311,6 +311,23 @@ def test_rows_whose_x_stays_in_registers_leave_room(
     assert loaded[-1]["IN_REGISTERS"] == loaded[-1]["BESIDE"] == 1
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("format", "changes", "lengths", "before"),
+    [
+        (None, {}, [34, 35, 36, 37], [0, 1, 2, 3]),
+        (None, {}, [5, 9, 17, 33, 40, 3, 50, 1], [0] * 8),
+        (None, {}, [43, 44, 45, 46, 47, 48, 49, 50], [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_pairs_share_their_tiles(format, changes, lengths, before, together, monkeypatch):
+    """Each of two CTAs has one half of the inputs, and the other's sums of its own tiles."""
+    monkeypatch.setattr(qkv, "TOGETHER", 99 * together)
+    loaded = note_kernels(monkeypatch)
+    compare_with_apart(format, changes, lengths, before, inputs=2048, exact=False, beside=True)
+    assert loaded[-1]["PAIRED"] == 1
+
+
 # 5 CTAs, one of them without a head; rows of 16 and of 8 bits, first tokens, two pages and more
 @pytest.mark.parametrize(
     ("format", "changes", "lengths"),

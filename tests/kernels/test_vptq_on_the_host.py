@@ -1,6 +1,7 @@
 """The VPTQ kernels' own sources, run on the CPU, against the float64 reference."""
 
 import dataclasses
+import math
 
 import host_cuda
 import pytest
@@ -273,23 +274,28 @@ def test_a_small_last_tile_has_at_least_half_of_a_whole_ones_thread_blocks():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "options"), [(72, dict(main=8192, residual=256)), (21, BOOKS | dict(outliers=44))]
+    ("outputs", "options", "normed"),
+    [(72, dict(main=8192, residual=256), False), (21, BOOKS | dict(outliers=44), True)],
 )
-def test_row_blocks_that_thread_blocks_share_add_up(outputs, options):
-    """Equal parts of all chunks, by any number of thread blocks, in one phase of x and in
-    several.
+def test_slices_of_columns_add_up(outputs, options, normed):
+    """By any number of thread blocks, in one phase of x and in several, with a norm whose squares
+    the slices hand over, too.
     """
     tensors, weight = make((outputs, 6000), **options)
     x, residual = torch.randn(1, 6000).bfloat16(), torch.randn(1, outputs).bfloat16()
-    want = reference(tensors, x) + residual.double()
-    launch = vptq.gather_plan.Launch("staged", even=True)
-    for count, room in ((2, 0), (5, 0), (5, 3 << 10), (3, 6 << 10)):
-        small = vptq.gather_plan.plan(
-            weight.parts, launch, 1, count=count, limit=host_cuda.HOST.shared_most
-        )
-        limit = host_cuda.HOST.shared_most if not room else small.shared - room
+    norm = (1 + 0.1 * torch.randn(6000)).bfloat16() if normed else None
+    used = x.double()
+    if norm is not None:
+        used = used * torch.rsqrt(used.square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    want = used @ tensors[0].dequantize(torch.float64).T + residual.double()
+    for split, count, room in ((2, 2, 0), (2, 5, 1 << 10), (4, 9, 0), (8, 8, 0)):
+        launch = vptq.gather_plan.Launch("staged", split=split)
+        limit = host_cuda.HOST.shared_most
+        small = vptq.gather_plan.plan(weight.parts, launch, 1, count=count, limit=limit)
+        limit = small.shared - room if room else limit
         chosen = vptq.gather_plan.plan(weight.parts, launch, 1, count=count, limit=limit)
-        assert (chosen.phase < weight.layout.chunks) == bool(room)
+        assert sum(chosen.ctas) == count // split * split
+        assert (chosen.phase < math.ceil(weight.layout.chunks / split)) == bool(room)
         for _ in range(2):  # thread blocks meet again
             out = torch.full_like(residual, float("nan"))
             vptq.gather.run(
@@ -297,8 +303,8 @@ def test_row_blocks_that_thread_blocks_share_add_up(outputs, options):
                 chosen,
                 x,
                 out,
-                Ends(residual=residual),
+                Ends(norm=norm, residual=residual),
                 arrived=weight.arrived,
                 pdl=False,
             )
-            assert error(out, want) < 1e-2, (count, room)
+            assert error(out, want) < 1e-2, (split, count, room)

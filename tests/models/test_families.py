@@ -24,6 +24,7 @@ from flyweight.models.kv_scheme import choose_kv_scheme
 from flyweight.models.presets import PresetWeights, preset_config
 from flyweight.quant.calibration import Samples
 from flyweight.quant.quantize import quantize
+from flyweight.quant.rotated import Rotated, can_rotate
 
 SIZES = dict(
     hidden_size=48,
@@ -442,6 +443,20 @@ def test_the_engine_answers_as_transformers_would(name, tmp_path):
         assert_greedy(model, prompt, list(output.token_ids))
         assert before.token_ids == output.token_ids
     assert any(output.completions[0].cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("name", [*ONE_EACH, "granite biases, tied", "olmoe biases"])
+def test_a_rotated_family_is_the_same_function(name, tmp_path):
+    make(name, tmp_path)
+    source = Checkpoint(tmp_path)
+    if not can_rotate(ModelConfig.from_dict(source.config)):
+        pytest.skip("norms behind attention or MLP see the basis")
+    tokens = torch.tensor([tokens_of(LENGTHS[0])])
+    found, wanted = (
+        Decoder.load(each, device="cpu", dtype=torch.float32).forward_whole(tokens)
+        for each in (Rotated(source, seed=3), source)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

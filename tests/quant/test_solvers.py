@@ -7,9 +7,9 @@ from flyweight.quant.awq import awq_round, clip, output_error, round_weight, sea
 from flyweight.quant.fp8 import FP8, fp8
 from flyweight.quant.gptq import GPTQ, gptq
 from flyweight.quant.grid import Integers, fit_group_size, make_grid
-from flyweight.quant.noise import Adam, Least, quietest, token_noise, weight_noise
+from flyweight.quant.noise import Adam, Least, weight_noise
 from flyweight.quant.rtn import rtn, to_int8_channel
-from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales, w8a8_error
+from flyweight.quant.smoothquant import balanced, search_alpha, smooth_scales
 from flyweight.quant.sparsegpt import prune24
 from flyweight.quant.statistics import (
     NonFiniteError,
@@ -19,7 +19,7 @@ from flyweight.quant.statistics import (
     quadratic,
 )
 from flyweight.quant.vptq import VPTQ, vptq
-from flyweight.tensors import Sparse24
+from flyweight.tensors import Sparse24, quantize_int8_rows
 
 
 def inputs(columns: int, tokens: int = 700, seed: int = 0) -> torch.Tensor:
@@ -269,15 +269,61 @@ def test_statistics_follow_a_scaling_without_another_pass():
         )
 
 
-def test_smoothing_is_never_worse_than_none_and_folds_away():
+def int8_error(x, weight, scales):
+    """Of int8 tokens and channels, with `scales` between them."""
+    codes, steps = quantize_int8_rows(x / scales)
+    rows, row_steps = quantize_int8_rows(weight * scales)
+    return ((codes * steps) @ (rows * row_steps).T - x @ weight.T).square().mean()
+
+
+def sizes(x):
+    return x.square().mean(0), x.abs().amax(0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_balanced_scales_fold_away_and_leave_less_error_on_tokens_they_have_not_seen(gated):
     weight, _, x = problem()
     x[:, 5] *= 60  # one outlier channel
-    largest, found = x.abs().amax(0), w8a8_error(x, [weight])
-    alpha, scales = search_alpha(found, [largest], [weight])
-    assert alpha > 0
-    assert found(scales) < 0.5 * found(torch.ones(96))
-    fixed = smooth_scales(largest, [weight], 0.8)
-    torch.testing.assert_close((x / fixed) @ (weight * fixed).T, x @ weight.T, rtol=1e-3, atol=1e-3)
+    x[:, 7:20] *= 4
+    seen, fresh = x.chunk(2)
+    _, scales = balanced(*sizes(seen), [weight[:30], weight[30:]], gated=gated)
+    torch.testing.assert_close(
+        (x / scales) @ (weight * scales).T, x @ weight.T, rtol=1e-3, atol=1e-3
+    )
+    assert int8_error(fresh, weight, scales) < 0.5 * int8_error(fresh, weight, torch.ones(96))
+    torch.testing.assert_close(scales.log().mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(balanced(*sizes(3 * seen), [weight], gated=gated)[1], scales)
+
+
+def test_a_channel_that_one_token_alone_has_loud_gets_a_scale_for_it_but_behind_a_gate():
+    weight, _, x = problem()
+    loud = x.clone()
+    loud[0, 5] = 100 * x.abs().max()
+    grown = [
+        balanced(*sizes(loud), [weight], gated=gated)[1][5]
+        / balanced(*sizes(x), [weight], gated=gated)[1][5]
+        for gated in (False, True)
+    ]
+    assert grown[0] > 3 * grown[1]
+
+
+def test_balanced_scales_let_dead_columns_be():
+    weight, _, x = problem()
+    x[:, 3], weight[:, 8] = 0, 0
+    _, scales = balanced(*sizes(x), [weight])
+    assert scales[3] == scales[8] == 1
+    assert torch.isfinite(scales).all() and scales.min() > 0
+    nothing = torch.zeros(96)
+    assert torch.equal(balanced(nothing, nothing, [weight])[1], torch.ones(96))
+
+
+def test_channels_that_another_text_makes_loud_cost_less_behind_a_gate():
+    weight, _, x = problem()
+    x = x * torch.linspace(-2, 2, 96).exp()
+    other = x.flip(1)  # loud is quiet and quiet is loud
+    gated, plain = (balanced(*sizes(x), [weight], gated=gated)[1] for gated in (True, False))
+    assert int8_error(x, weight, gated) < int8_error(x, weight, torch.ones(96))
+    assert int8_error(other, weight, gated) < 0.5 * int8_error(other, weight, plain)
 
 
 def test_weights_alone_are_smoothed_only_as_far_as_it_helps_them():
@@ -293,38 +339,6 @@ def test_weights_alone_are_smoothed_only_as_far_as_it_helps_them():
         < found(smooth_scales(x.abs().amax(0), [weight], 0.5))
     )
     assert alpha == 0 or found(scales) < found(torch.ones(96))
-
-
-def test_refined_scales_make_less_noise_on_tokens_they_were_not_learned_on():
-    weight, _, x = problem()
-    x[:, 5] *= 60
-    x[:, 7:20] *= 4
-    x, fresh = x.chunk(2)
-    largest, found = x.abs().amax(0), w8a8_error(fresh, [weight])
-    _, scales = search_alpha(w8a8_error(x, [weight]), [largest], [weight])
-    noise = int8_noise(x, [weight], largest=largest, tokens=len(x))
-    refined = refine(x, [weight], scales, noise)
-    assert found(refined) < found(scales)
-    pairs = refine(
-        x,
-        [weight],
-        scales,
-        noise,
-        allowed=lambda s: s.view(-1, 2).mean(1, keepdim=True).expand(-1, 2).reshape(-1),
-    )
-    assert torch.equal(pairs[::2], pairs[1::2])
-
-
-def test_a_channel_that_the_sample_saw_quiet_keeps_a_scale_for_its_largest_value():
-    weight, _, x = problem()
-    x[:, 5] *= 1e-3
-    largest = x.abs().amax(0)
-    largest[5] = 300.0  # in a token that is not in the sample
-    known, unknown = (
-        quietest(token_noise(x, weight, most, tokens=10 * len(x)), torch.ones(96), lambda s: s)
-        for most in (largest, x.abs().amax(0))
-    )
-    assert known[5] > 2 * unknown[5]
 
 
 @pytest.mark.parametrize("group_size", [-1, 32])

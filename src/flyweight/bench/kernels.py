@@ -44,6 +44,7 @@ from flyweight.tensors import (
     Plain,
     QuantTensor,
     Sparse24,
+    Trellis,
     VectorQuant,
 )
 from flyweight.tensors.rounding import BY_GROUP, input_rounding, product_bound
@@ -69,7 +70,7 @@ class Case:
     name: str | None = None
 
     def fields(self) -> Row:
-        grouped = self.format.startswith(("w4a16", "w8a16"))
+        grouped = self.format.startswith(("w2a16", "w3a16", "w4a16", "w8a16"))
         vectors = self.format == "vptq"
         return {
             "format": self.format,
@@ -100,10 +101,19 @@ def _grouped(
     return make
 
 
+def _trellis(bits: int) -> Callable[[Case, tuple[int, int], torch.device], QuantTensor]:
+    """With a scale for each row."""
+    return lambda case, shape, device: Trellis.random(shape, 0, device, bits=bits, dtype=case.dtype)
+
+
 FORMATS: dict[str, Callable[[Case, tuple[int, int], torch.device], QuantTensor]] = {
     "bf16": lambda case, shape, device: Plain.random(shape, 0, device, dtype=case.dtype),
+    "w2a16": _grouped(2),
+    "w3a16": _grouped(3),
     "w4a16": _grouped(4),
     "w8a16": _grouped(8),
+    "trellis2": _trellis(2),
+    "trellis3": _trellis(3),
     "w8a8": lambda case, shape, device: Int8Channel.random(shape, 0, device, dtype=case.dtype),
     "fp8": lambda case, shape, device: Float8.random(shape, 0, device),
     "w8a8-2:4": lambda case, shape, device: Sparse24.random(shape, 0, device, dtype=case.dtype),

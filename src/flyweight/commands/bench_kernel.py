@@ -26,7 +26,8 @@ def kernel(
     format: Annotated[
         str | None,
         typer.Option(
-            help="bf16, w4a16, w8a16, w8a8, fp8, w8a8-2:4, w8a16-2:4, w4a16-2:4, vptq or "
+            help="bf16, w2a16, w3a16, w4a16, w8a16, w8a8, fp8, w8a8-2:4, w8a16-2:4, "
+            "w4a16-2:4, trellis2, trellis3, vptq or "
             "attention, with commas. Default: w4a16, vptq for the seeds' grids."
         ),
     ] = None,

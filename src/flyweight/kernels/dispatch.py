@@ -67,8 +67,10 @@ def tiles(request: Request) -> FusedLinear | None:
         return None
     tensor, note = _find_sparse(request.tensor, request.dtype)
     activation = request.activation if request.activation in ACTIVATIONS else None
-    if format_of(tensor, request.dtype) is None or (activation and tensor.matrix_shape[0] % 32):
+    form = format_of(tensor, request.dtype)
+    if form is None or (activation and tensor.matrix_shape[0] % 32):
         return None
+    activation = activation if form.pairs_rows else None
     return TiledLinear(
         tensor,
         dtype=request.dtype,

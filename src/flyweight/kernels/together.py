@@ -15,7 +15,7 @@ from flyweight import gpu, gpu_share
 from flyweight.errors import FlyweightError
 
 # Others that are launched in clusters wait within a cluster only, which is on the GPU as one.
-ACROSS_CLUSTERS = {"vptq_rows"}
+ACROSS_CLUSTERS = {"qkv_attention", "vptq_rows"}
 # Most blocks that are planned for an SM, where they are more than one.
 ON_AN_SM = {"gemm_mma": 2}
 

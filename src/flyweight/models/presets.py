@@ -32,6 +32,7 @@ from flyweight.tensors import (
     Plain,
     QuantTensor,
     Sparse24,
+    Trellis,
     VectorQuant,
 )
 
@@ -239,6 +240,8 @@ SCHEMES: dict[str, Make] = {
     "q4_k": _blocks(bits=4),  # as GGUF's files
     "q5_k": _blocks(bits=5),
     "q6_k": _blocks(bits=6, group_size=16, mins=False, sub_bits=8),
+    "trellis2": functools.partial(Trellis.random, bits=2),
+    "trellis3": functools.partial(Trellis.random, bits=3),
     "vptq": VectorQuant.random,  # codebooks of 8192 + 256, vectors of 8
     "sparse-int4": _grouped(4, symmetric=True, sparse=True),
     "sparse-w8a16": _grouped(8, symmetric=True, sparse=True),

@@ -1,15 +1,12 @@
-"""The noise that rounding is expected to make, as a function of the scales [in] between activations
-and weights.
+"""The noise that rounding is expected to make, as a function of the scales [in] that the weights'
+columns get.
 
 A rounding error is uniform over its step, hence independent of everything else: the outputs'
 expected squared error is, but for a factor, the sum of squared steps times the energy that meets
 them. That takes no product of matrices and has a gradient, so that every channel's scale can be
-moved by itself, where SmoothQuant and AWQ choose one exponent for all.
+moved by itself, where AWQ chooses one exponent for all.
 
-    weights      Σ_(row, group) step² · Σ_(j in group) |x_j|² / s_j²
-                 step = range of the group's w_j · s_j
-    activations  Σ_token step² · Σ_j s_j² · |w_j|²
-                 step = largest |x_j| / s_j
+    Σ_(row, group) step² · Σ_(j in group) |x_j|² / s_j²,  step = range of the group's w_j · s_j
 """
 
 from __future__ import annotations
@@ -58,24 +55,6 @@ def weight_noise(
             ranges.square().sum(0)
             * (energy / scales.square()).unflatten(0, (-1, group_size)).sum(-1)
         ).sum()
-
-    return noise
-
-
-def token_noise(x: Tensor, weight: Tensor, loudest: Tensor, *, tokens: int) -> Noise:
-    """Of int8 tokens x [sample, in], a sample of `tokens` whose largest values are `loudest` [in].
-
-    Channels that the sample does not know at their loudest would be taken for quiet ones, and some
-    are loud in one token of ten thousand: each counts as one more token of the whole.
-    """
-    sizes = x.abs()
-    energy = weight.float().square().sum(0)
-    share = x.shape[0] / tokens
-
-    def noise(scales: Tensor) -> Tensor:
-        inverse = 1 / scales
-        steps = largest(sizes, inverse).square().sum() + share * (loudest * inverse).square().sum()
-        return steps * (scales.square() * energy).sum()
 
     return noise
 

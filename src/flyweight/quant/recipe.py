@@ -137,7 +137,7 @@ class Recipe:
     lines: tuple[tuple[str, dict[str, Any]], ...] = ()  # (pattern, changed keys of Layer)
     summary: str = ""
     engines: str = ""
-    smooth: float | str | None = None  # SmoothQuant's α, or "search"
+    smooth: float | str | None = None  # SmoothQuant's α, "balance" or "search"
     scale_search: bool = False  # AWQ's
     sparse: bool = False  # prune 2:4 first
     rotate: bool = False  # the hidden state into another basis, where the layers allow it
@@ -159,9 +159,15 @@ class Recipe:
     served_head: str = "stored"  # or bits that the head is rounded to when the model is loaded
 
     def __post_init__(self) -> None:
-        if isinstance(self.smooth, str) and self.smooth != "search":
+        if isinstance(self.smooth, str) and self.smooth not in ("balance", "search"):
             raise OptionError(
-                f'recipe {self.name!r}: smooth is a number or "search", not {self.smooth!r}'
+                f'recipe {self.name!r}: smooth is a number, "balance" or "search", not '
+                f"{self.smooth!r}"
+            )
+        if self.smooth == "search" and self.layer.activations == "int8":
+            raise OptionError(
+                f'recipe {self.name!r}: smooth = "search" looks at weights alone; int8 '
+                'activations take "balance"'
             )
         for key, share in {"own_text": self.own_text, "tune_text": self.tune_text}.items():
             if share < 0:

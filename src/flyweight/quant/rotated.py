@@ -54,11 +54,12 @@ def can_rotate(config: ModelConfig) -> bool:
 
 
 def has_own_values(layer: LayerPlan) -> bool:
-    """Whether v and o can share a matrix for each head."""
+    """Whether v and o can share a matrix for each head: a gate between them knows its numbers."""
     attention = layer.attention
     return (
         layer.delta is None
         and attention.kind == "heads"
+        and not attention.gated
         and layer.o.source == "self_attn.v_proj"
         and layer.o.in_features == attention.out_features
     )

@@ -18,12 +18,11 @@ from flyweight.quant.awq import Judge, output_error, search_scales
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.inputs import GroupInputs
 from flyweight.quant.recipe import Layer, Recipe
-from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales
+from flyweight.quant.smoothquant import balanced, search_alpha, smooth_scales
 from flyweight.quant.trellis import even_scales
 from flyweight.quant.work import WorkBlock, root_mean_square
 
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
-SMOOTHED_TOKENS = 16384  # tokens of all samples that smoothing looks at: a few loud ones decide
 
 
 class Transforms:
@@ -42,9 +41,8 @@ class Transforms:
         self.context = context
         self.stored = stored
         self.hidden = hidden
-        tokens = len(hidden.samples) * hidden[0].shape[1]
-        every = max(1, tokens // SMOOTHED_TOKENS) if recipe.smooth == "search" else 0
-        self.inputs = GroupInputs(JUDGED_TOKENS, every=every)
+        self.searches = recipe.scale_search or recipe.smooth == "search"
+        self.inputs = GroupInputs(JUDGED_TOKENS if self.searches else 0)
         self.groups = work.plan.foldable_groups
         self.statistics = work.statistics(
             hidden,
@@ -52,17 +50,8 @@ class Transforms:
             self.groups,
             see=self.inputs.keep,
             relative=recipe.relative,
-            products=self.asks_for_products,
+            products=self.searches,
         )
-
-    @property
-    def asks_for_products(self) -> bool:
-        """Smoothing for int8 activations, or by a fixed exponent, looks at single columns."""
-        if self.recipe.scale_search or self.recipe.smooth is None:
-            return True
-        layers = [layer for group in self.groups for layer in self.layers(group)]
-        by_columns = all(layer.activations == "int8" for layer in layers)
-        return self.recipe.smooth == "search" and not by_columns
 
     def run(self) -> dict[str, Any]:
         """Change the block; returns what was chosen, by group."""
@@ -87,25 +76,20 @@ class Transforms:
     def smooth(self, group: Group) -> float:
         weights = self.weights(group)
         found = self.statistics[group.name]
-        layer = self.layers(group)[0]
-        sizes = (found.largest, found.importance.sqrt())
-
-        def allowed(scales: Tensor) -> Tensor:
-            return self.work.allowed(group, scales)
-
-        if self.recipe.smooth == "search" and layer.activations == "int8":
-            x = self.inputs.spread(group)
-            noise = int8_noise(x, weights, largest=found.largest, tokens=found.tokens)
-            # the noise takes no product of matrices, and the error of the samples judges its choice
-            alpha, scales = search_alpha(noise, sizes, weights)
-            scales = refine(x, weights, scales, noise, allowed)
-        elif self.recipe.smooth == "search":
-            error = output_error(
-                found, weights, layer.integers(self.stored), judge=self.judge(group)
+        kind = self.recipe.smooth
+        if kind == "balance":
+            gated = group.name == "down"
+            alpha, scales = balanced(found.importance, found.largest, weights, gated=gated)
+        elif kind == "search":
+            settings = self.layers(group)[0].integers(self.stored)
+            error = output_error(found, weights, settings, judge=self.judge(group))
+            alpha, scales = search_alpha(
+                lambda scales: error(self.work.allowed(group, scales)),
+                (found.largest, found.importance.sqrt()),
+                weights,
             )
-            alpha, scales = search_alpha(lambda s: error(allowed(s)), sizes, weights)
         elif group.source.endswith("norm"):  # the published method smooths what follows a norm
-            alpha = float(self.recipe.smooth or 0)
+            alpha = float(kind or 0)
             scales = smooth_scales(found.largest, weights, alpha)
         else:
             return 0.0

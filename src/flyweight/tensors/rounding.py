@@ -25,7 +25,9 @@ import torch
 UNIFORM = math.sqrt(1 / 12) * 0.736  # the second: rms of 2^e / x over a binade of normal numbers
 # By `QuantTensor.kind`: roundings to the model's type on the way of one product. Plain: the result.
 # Codes: also the weight, scale times code. VPTQ: also the sum of two centroids, and scale and bias.
-ROUNDINGS = {"plain": 1, "int": 2, "blocks": 2, "w8a8": 2, "fp8": 2, "sparse24": 2, "vptq": 4}
+ROUNDINGS = {"plain": 1, "vptq": 4} | dict.fromkeys(
+    ("int", "blocks", "w8a8", "fp8", "sparse24", "trellis"), 2
+)
 MOST_ROUNDINGS = max(ROUNDINGS.values())  # for kinds registered elsewhere
 ATTENTION_ROUNDINGS = 3  # the query, the shares that values are weighed by, the result
 INPUTS = {"w8a8": 0.0091, "fp8": 0.0266}  # of rows of normal numbers: see `input_rounding`

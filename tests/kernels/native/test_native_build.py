@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason=f"{lib
 
 def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     program = folder / "check"
-    kinds = ("integer", "half", "float", "blocks", "panel")
+    kinds = ("integer", "half", "float", "blocks", "trellis", "panel")
     names = ("team", "input", "pack", "product", *(f"product_{kind}" for kind in kinds))
     sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
     options = [

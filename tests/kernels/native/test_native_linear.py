@@ -23,6 +23,7 @@ from flyweight.tensors import (
     Plain,
     QuantTensor,
     Sparse24,
+    Trellis,
     VectorQuant,
 )
 
@@ -96,6 +97,14 @@ WEIGHT_ONLY = (
         ),
         "nvfp4": NvFloat4.random((43, 512)),
         "mxfp4": Float4.random((43, 96)),
+    }
+    | {
+        f"trellis of {bits} bits{words}": Trellis.random(shape, bits=bits, groups=grouped)
+        for bits in (2, 3)
+        for words, shape, grouped in (
+            (", a scale a row", (43, 576), False),
+            (", groups", (40, 320), True),
+        )
     }
 )
 
@@ -259,6 +268,7 @@ def test_small_scales_survive_in_16_bits():
         ("int8 groups of 128", 1.02),
         ("float8 weight only", 1.01),
         ("bfloat16", 1.2),
+        ("trellis of 2 bits, a scale a row", 1.02),  # whose scales become float32
     ],
 )
 def test_weights_keep_about_the_bytes_of_their_file(name: str, most: float):

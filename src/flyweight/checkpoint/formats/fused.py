@@ -25,9 +25,11 @@ from flyweight.tensors import (
     Plain,
     QuantTensor,
     Sparse24,
+    Trellis,
     VectorQuant,
     merge,
 )
+from flyweight.tensors.trellis import TILE
 
 FUSED = {  # the fused name → its parts, in the order of their rows
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -210,6 +212,10 @@ def take_rows(tensor: QuantTensor, start: int, stop: int, *, where: str) -> Quan
             outlier_indices=outliers,
             out_features=stop - start,
         )
+    if isinstance(tensor, Trellis):
+        rows(tensor.scales, TILE)  # or it says that a tile would be cut
+        words = tensor.words[..., start // TILE : -(-stop // TILE), :, :, :].contiguous()
+        return Trellis(words, rows(tensor.scales))
     assert isinstance(tensor, Sparse24)
     inner = take_rows(tensor.inner, start, stop, where=where)
     return dataclasses.replace(tensor, inner=inner, positions=rows(tensor.positions))  # type: ignore[arg-type]

@@ -151,6 +151,10 @@ def linear_plan(
     own = more + shape.item_heads * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128 + KNOWN
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
         own += shape.item_heads * 48 + 128
+    if beside and pairs(shape, device):
+        found = gemv_plan.pair_plan(weight.matrix, rows, device, tiles=tiles, more=own)
+        if found:
+            return found
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
@@ -164,6 +168,14 @@ def linear_plan(
         attends=beside,
         lone_row=lone_row,
     )
+
+
+def pairs(shape: HeadShape, device: Gpu) -> bool:
+    """Whether the CTAs of a kv head may share tiles in pairs (PAIRED of gemv.cuh): two and two of
+    one head, each with as many tiles.
+    """
+    ctas = head_ctas(shape, device)
+    return device.has_warpgroups and ctas % 2 == 0 and head_tiles(shape) % ctas == 0
 
 
 def leaves_room(
@@ -291,7 +303,8 @@ def qkv_attention(
         *(adapted.arguments if adapted else ()),
     )
     # one on every SM, so that all offer the same room
-    grid = max(shape.kv_heads * ctas, device.processors)
+    cluster = 2 if chosen.paired else 1
+    grid = max(shape.kv_heads * ctas, device.processors // cluster * cluster)
     threads = chosen.threads + 32 * (adapted is not None)
-    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True)
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True, cluster=cluster)
     return out

@@ -29,6 +29,7 @@
 #define INTEGERS 0       // CODING
 #define LOOKED_UP 1      // IQ4_NL's sixteen values
 #define TWICE_E2M1 2     // 4-bit floats; their scales are halved
+#define TRELLIS 3        // hashes of overlapping bits, of 2 and 3 for a weight: trellis.cuh
 #ifndef CODING
 #define CODING 0
 #endif
@@ -38,10 +39,12 @@
 constexpr int LOWER = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, UPPER = BITS - LOWER;
 constexpr bool SIGNED_CODES = CODING != INTEGERS;
 static_assert(BITS == 2 || BITS == 3 || BITS == 4 || BITS == 5 || BITS == 6 || BITS == 8, "planes of 1, 2, 4 and 8 bits");
-static_assert(!SIGNED_CODES || BITS == 4, "a code is a place in a table");
+static_assert(!SIGNED_CODES || BITS == 4 || CODING == TRELLIS, "a code is a place in a table");
 
 template <int RIGHT> DEVICE u32 shifted(u32 word) { return RIGHT >= 0 ? word >> (RIGHT & 31) : word << (-RIGHT & 31); }
-#if CODING != INTEGERS
+#if CODING == TRELLIS
+#include "trellis.cuh"
+#elif CODING != INTEGERS
 constexpr u32 TABLE0 = CODING == LOOKED_UP ? 0xbfad9881 : 0x03020100, TABLE4 = CODING == LOOKED_UP ? 0xf6eaddcf : 0x0c080604;
 constexpr u32 TABLE8 = CODING == LOOKED_UP ? 0x26190d01 : 0xfdfeff00, TABLE12 = CODING == LOOKED_UP ? 0x71594535 : 0xf4f8fafc;
 // Eight codes, the low and the high halves of four bytes → their values in signed bytes.
@@ -55,6 +58,7 @@ DEVICE void look_up(u32 codes, u32& low, u32& high) {
 }
 #endif
 
+#if CODING != TRELLIS
 // A lane's codes of a block, a byte each: of both halves the words x, y, z, w.
 struct BlockCodes {
   u32 word[2][4];
@@ -132,6 +136,7 @@ DEVICE BlockCodes load_codes(const u8* block, int lane) {
   return c;
 }
 DEVICE BlockCodes raised_codes(const u8* block, int lane) { return load_codes(block, lane); }
+#endif
 #endif
 
 constexpr int RECORD_GROUPS = GROUP > SUBGROUP ? GROUP / SUBGROUP : 1;

@@ -428,10 +428,16 @@ DEVICE void take_factors(float (&factors)[2], Shared& sh, const Linear& a, int l
   for (int i = 0; i < 2; i++) factors[i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
 }
 DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, int lane) {
-  End end;
+  End end, next;
   end.tile = -1;
   wait_for_inputs();  // the residual
   cluster_wait();     // the other CTA is there
+  auto ask = [&](int tile) {
+    next.tile = tile < part.count ? tile : -1;
+    if (next.tile >= 0) begin_end(next, a, part, rows, lane);
+  };
+  constexpr bool AHEAD = SETS == 1;  // what the next tile of ours needs from memory comes meanwhile, where there are registers for it
+  if (AHEAD) ask(part.rank);
   float factors[SETS][2] = {};
   int slot = 0;
 #pragma unroll 1
@@ -451,10 +457,11 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
       if (turn < TURNS - 1) continue;
       if (tile % CLUSTER == part.rank) {
         finish(sh, end, a, part, factors, rows, lane);  // the one before: by now the other CTA has sent it
-        end.tile = tile;
 #pragma unroll
         for (int set = 0; set < SETS; set++) sh.own[set][lane] = sums[set];
-        begin_end(end, a, part, rows, lane);
+        if (!AHEAD) ask(tile);
+        end = next;
+        if (AHEAD) ask(tile + CLUSTER);
       } else {
         const int there = tile / CLUSTER;
 #pragma unroll

@@ -24,6 +24,8 @@ DEVICE u32 decode(u32 codes, Scale s) {
   const u32 bits = (codes & 0x00070007) << (FP16 ? 9 : 6) | (codes & 0x00080008) << 12;
   return mul2(mul2(bits, FP16 ? 0x74007400 : 0x7e807e80), s.scale);
 }
+#elif FORMAT == BIT_PLANES && CODING == TRELLIS
+#include "trellis_fragments.cuh"
 #elif FORMAT == BIT_PLANES
 #include "bits_fragments.cuh"
 #elif FORMAT == FP8_BLOCKS

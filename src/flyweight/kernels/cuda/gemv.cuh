@@ -37,10 +37,16 @@
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
+// PAIRED (x in registers): the two CTAs of a cluster share their tiles, each has one half of the inputs. So a CTA reads half of x, and has
+// half of it to prepare. Tiles of the other one come first: their sums are on their way while this CTA's own are multiplied.
+//
+//      CTA 0:  inputs 0 … K/2:    | tiles 3, 4, 5: sums go to CTA 1 | tiles 0, 1, 2 |        and those that come are added
+//      CTA 1:  inputs K/2 … K:    | tiles 0, 1, 2: sums go to CTA 0 | tiles 3, 4, 5 |
+//
 // LoRA adapters of one row: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BESIDE (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), PAIRED (0), BESIDE (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
 // AS_HALVES (0), BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS, KEPT (0), HELD_INPUTS (0), SLOT_BLOCKS (0: experts_sum.cu)
 #ifndef SLOT_BLOCKS
 #define SLOT_BLOCKS 0  // blocks of a tile that one expert has: inputs are those of several, one after the other
@@ -51,6 +57,14 @@
 #include "output.cuh"
 #include "turns.cuh"
 
+#ifndef PAIRED
+#define PAIRED 0
+#endif
+#if PAIRED
+#define SLICES 2
+#define CLUSTER 2
+#include "wgmma.cuh"
+#endif
 #ifndef SLICES
 #define SLICES 1
 #endif
@@ -91,6 +105,7 @@ static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
 constexpr bool QUARTERS = FORMAT == BIT_PLANES && !WHOLE_BLOCKS;     // of blocks have sums of x: gemv_bits.cuh
 constexpr bool IN_QUARTERS = QUARTERS && !AS_HALVES;                 // columns of B are
 static_assert(!AS_HALVES || QUARTERS, "what it is for");
+#define ROW_SCALED (FORMAT == BIT_PLANES && CODING == TRELLIS && GROUP >= KDIM)  // when a tile's sums are all there: gemv_trellis.cuh
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -176,6 +191,11 @@ struct __align__(128) LinearShared {
 #if ADAPTER_RANK
   AdapterShared adapter;
 #endif
+#if PAIRED
+  __align__(16) float received[SLOTS * 16 * ROWS + ROWS];  // the other CTA's sums of our tiles, and of its squares of each row
+  __align__(16) float squares[ROWS];                       // this CTA's
+  u64 met;                                                 // they are here
+#endif
 };
 
 // Which blocks of a tile this CTA has. BALANCED: stages of its first tile that it has not, and of its last tile that it has.
@@ -188,7 +208,9 @@ DEVICE Slice slice_at(int i) {
   return {first, min(next, BLOCKS) - first};
 }
 
-#if FORMAT == BIT_PLANES
+#if FORMAT == BIT_PLANES && CODING == TRELLIS
+#include "gemv_trellis.cuh"
+#elif FORMAT == BIT_PLANES
 #include "gemv_bits.cuh"
 #elif !IN_REGISTERS
 #include "gemv_products.cuh"
@@ -522,10 +544,17 @@ DEVICE void begin_linear(LinearShared& sh) {
 #if ADAPTER_RANK
     barrier_init(&sh.adapter.ready, 1);
 #endif
+#if PAIRED
+    barrier_init(&sh.met, COPY_ARRIVALS);
+    copy_begin(&sh.met, sizeof(sh.received), 0);
+#endif
     fence_barriers();
   }
   __syncthreads();
   launch_dependents();  // at once: while this CTA is here, the SM has room for exactly one of the next kernel's
+#if PAIRED
+  cluster_arrive();
+#endif
 }
 
 // Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded; `rounds` ends them.
@@ -581,6 +610,9 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {
         const int token = t + i / 2 * 4;
+#if ROW_SCALED
+        total[i / 2][i % 2] *= whole[0][0][i % 2];
+#endif
         if (token < ROWS) partial[g + 8 * (i % 2)][token] = total[i / 2][i % 2];
       }
     } else {
@@ -634,13 +666,21 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
 #else
   if (warp == WARPS) {
     produce(sh, a, whole, count, tile_at, early, lane);
+#if PAIRED
+    __syncwarp();
+    cluster_wait();
+#endif
     return false;
   }
   Ring ring = {sh};
 #endif
   meanwhile();
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
+#if PAIRED
+  PairRounds<TileAt> rounds = {a, tile_at, index % 2};
+#else
   Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
+#endif
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   return true;
 }

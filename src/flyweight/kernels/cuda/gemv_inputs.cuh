@@ -6,12 +6,13 @@
 //
 // One row is read at once and stays in registers: nothing is sooner. Several rows are read in pieces of 256 inputs, PIECES_AHEAD
 // at a time by each warp, so that registers do not grow with the rows; W8A8 and float8 read them twice.
-DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
+DEVICE float squares_of(const LinearShared& sh, int row) {
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < STATS; i++) squares += sh.row_stats[row][i].x;
-  return rsqrtf(squares / KDIM + epsilon);
+  return squares;
 }
+DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) { return rsqrtf(squares_of(sh, row) / KDIM + epsilon); }
 
 #if !IN_REGISTERS && FORMAT != BIT_PLANES  // which gemv_bits.cuh has
 struct Inputs {  // where a lane's lie. Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; beyond the last row it is repeated

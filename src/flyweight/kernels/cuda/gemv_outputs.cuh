@@ -70,3 +70,61 @@ template <typename TileAt> struct Rounds {
     write_output(o, v, a.y);
   }
 };
+
+#if PAIRED
+// Two rounds of SLOTS tiles: the other CTA's, whose sums it is sent, and our own, to which its sums are added.
+template <typename TileAt> struct PairRounds {
+  static constexpr int WORDS = SLOTS * 16 * ROWS, EACH = (WORDS + THREADS - 1) / THREADS;
+  static_assert(ROWS % 4 == 0 && NORM && PARTS == 1 && !QUANTIZED, "what pairs are for");
+  enum { place = 0 };
+  const Linear& a;
+  TileAt tile_at;
+  int rank;
+  Output of[EACH];
+  DEVICE void begin(int first) {
+    if (first == 0) return cluster_wait();  // the other CTA is there
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int word = i * THREADS + threadIdx.x;
+      Output& o = of[i];
+      o = Output{};
+      o.token = word % ROWS, o.row = word / ROWS % 16, o.slot = word / ROWS / 16;
+      o.mine = word < WORDS;
+      if (!o.mine) continue;
+      const Tile tile = place_of(tile_at(SLOTS + o.slot));
+      o.index = o.token * WIDTH + tile.outputs * 16 + o.row;
+      fetch_ends(o, a, tile);
+    }
+  }
+  DEVICE void end(LinearShared& sh, int first, int) {
+    if (first == 0) return send(sh);
+    barrier_wait(&sh.met, 0);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const Output& o = of[i];
+      if (!o.mine) continue;
+      const float squares = sh.squares[o.token] + sh.received[WORDS + o.token];
+      const float sum = add_warps(sh, o.slot, o.row, o.token) + sh.received[i * THREADS + threadIdx.x];
+      float v[2] = {__fmul_rn(sum, rsqrtf(squares / KDIM + a.epsilon)), 0.f};
+      write_output(o, v, a.y);
+    }
+  }
+  // Four sums of neighbouring rows at a time; and the squares.
+  DEVICE void send(LinearShared& sh) {
+    for (int word = 4 * threadIdx.x; word < WORDS + ROWS; word += 4 * THREADS) {
+      float4 sum = make_float4(0, 0, 0, 0);
+      if (word < WORDS) {
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float4 part = *(const float4*)&sh.partial[word / ROWS / 16][w][word / ROWS % 16][word % ROWS];
+          sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+      } else {
+        sum = *(const float4*)&sh.squares[word - WORDS];
+      }
+      const uint4 bits = make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z), __float_as_uint(sum.w));
+      send_in_cluster(sh.received + word, &sh.met, 1 - rank, bits);
+    }
+  }
+};
+#endif

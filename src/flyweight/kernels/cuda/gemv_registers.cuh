@@ -52,7 +52,10 @@ DEVICE void weigh_inputs(LinearShared& sh, Inputs& in, Slice slice, int warp, in
     const u32(&x)[2] = in.x[i / (OWN_HALVES * 2)][i / 2 % OWN_HALVES][i % 2];
     mma16<FP16>(products[i % 4], x[0], 0, x[1], 0, x[0], x[1]);
   }
-  float squares = products[0][g % 2] + products[1][g % 2] + products[2][g % 2] + products[3][g % 2];
+  float sums[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) sums[j] = products[0][j] + products[1][j] + products[2][j] + products[3][j];
+  float squares = g % 2 ? sums[1] : sums[0];  // registers have no index
   if (SPREAD > 1) squares += __shfl_sync(~0u, squares, (lane + 18) % 32);  // of column g + 4, where lane is that of column g
   if (t == g / 2 && g < ROWS) sh.row_stats[g][warp] = make_float2(squares, 0.f);
   u32 shrink = 0;
@@ -100,7 +103,7 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   }
   if (NORM) weigh_inputs(sh, in, slice, warp, lane);
   // additions of a turn wait for each other; many turns, and x of eight rows, leave no registers to do those of others meanwhile
-  constexpr int SUMS_AT_ONCE = SPREAD > 1 && TURNS <= 5 ? TURNS : 1;
+  constexpr int SUMS_AT_ONCE = TURNS * OWN_HALVES <= (SPREAD > 1 ? 10 : 8) ? TURNS : 1;
 #pragma unroll
   for (int first = 0; first < TURNS; first += SUMS_AT_ONCE) {
     float sum[SUMS_AT_ONCE][4] = {};
@@ -119,8 +122,13 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
         *(float2*)&sh.sums[unit_of(first + n, warp)][2 * t] = make_float2(sum[n][0], sum[n][1]);
   }
   named_barrier(1, THREADS);
-  if (NORM && threadIdx.x < ROWS)  // seen by all after their next meeting
+  if (NORM && threadIdx.x < ROWS) {  // seen by all after their next meeting
+#if PAIRED
+    sh.squares[threadIdx.x] = squares_of(sh, threadIdx.x);
+#else
     sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);
+#endif
+  }
   return in;
 }
 

@@ -93,6 +93,7 @@ static_assert(EPILOGUE == STORE && NDIM == (FIRST_QUERY + HEADS + 2 * KV_HEADS) 
 static_assert(LANES >= 1 && QUERIES * STATE * 4 <= KV_TILE && QUERIES <= 8, "a lane leaves its results where its tokens were");
 static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
+static_assert(!PAIRED || (HEAD_CTAS % 2 == 0 && LOCAL_TILES == HEAD_CTAS * SLOTS), "pairs are of a head, and have whole rounds");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
 static_assert(!TOGETHER || (CHUNK > 1 && !GATED), "what rows of a sequence have together");
 static_assert(!TOGETHER || WINDOW == 0 || WINDOW >= 64, "no tile has a row that sees nothing of it");
@@ -649,7 +650,13 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       } while (missing<true>(last));
     return count_launch();
   }
-  const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
+#if PAIRED  // the other CTA's tiles, then ours
+  const int ours = cta * SLOTS, others = (cta ^ 1) * SLOTS, tiles = 2 * SLOTS;
+  auto tile_at = [=](int i) { return head_tile(head, i < SLOTS ? others + i : ours + i - SLOTS); };
+#else
+  const int first = cta * LOCAL_TILES / HEAD_CTAS, tiles = (cta + 1) * LOCAL_TILES / HEAD_CTAS - first;
+  auto tile_at = [=](int i) { return head_tile(head, first + i); };
+#endif
   const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns ADAPTER_GIVEN};
   const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width,
 #if SOFT_CAP || SINKS
@@ -686,8 +693,8 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   auto meanwhile = [&] {
     if (warp == 0) look_up(sh, a, first_share(), lane);
   };
-  if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
-              blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(0), nullptr, meanwhile)) return;
+  if (!linear(sh.linear, arguments, tiles, tile_at, early, blockIdx.x, KV_HEADS * HEAD_CTAS, slice_at(PAIRED ? cta % 2 : 0), nullptr,
+              meanwhile)) return;
 
   if (!OWN_COPIES) empty(next_qkv, next_states);
 #if TOGETHER

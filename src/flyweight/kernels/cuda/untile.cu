@@ -107,9 +107,18 @@ recode(const uint4* weights, const u32* records, const float* channel_scale, uin
 }
 #endif
 
+#if FORMAT == BIT_PLANES && CODING == TRELLIS
+typedef BlockWords LaneCodes;
+DEVICE LaneCodes lane_codes(const u8* weights, size_t unit, int block, int lane) {
+  return load_words(weights + unit * BLOCK_BYTES, weights + (unit - block + block_after(block, BLOCKS)) * BLOCK_BYTES, lane);
+}
+#elif FORMAT == BIT_PLANES
+typedef BlockCodes LaneCodes;
+DEVICE LaneCodes lane_codes(const u8* weights, size_t unit, int, int lane) { return load_codes(weights + unit * BLOCK_BYTES, lane); }
+#endif
 #if FORMAT == BIT_PLANES
 // Eight neighbouring inputs, from `column` on, of one row of a tile: those that a lane has of one half for one of its two rows (j).
-DEVICE uint4 eight_of(const BlockCodes& codes, const u32* records, int tile, int row, int column) {
+DEVICE uint4 eight_of(const LaneCodes& codes, const u32* records, int tile, int row, int column) {
   const u8* record = (const u8*)records + ((size_t)tile * GROUPS + record_of(column)) * GROUP_BYTES;
   const GroupScale s = group_scale(record, group_of(column), row);
   const int half = column % 64 / 32, j = row / 8;
@@ -120,9 +129,13 @@ DEVICE uint4 eight_of(const BlockCodes& codes, const u32* records, int tile, int
     float v[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+#if CODING == TRELLIS
+      v[e] = value_of(four_terms(codes, 4 * half + 2 * (i / 4) + j), i % 4 + e) * s.scale;
+#else
       const u32 code = codes.word[half][2 * (i / 4) + j] >> (8 * (i % 4 + e)) & 255;
       const float whole = SIGNED_CODES ? byte_float(code ^ 128) - 128.f : byte_float(code);
       v[e] = WHOLE_ZEROS ? (whole - s.zero) * s.scale : whole * s.scale - s.least;
+#endif
     }
     pair[i / 2] = pack2(v[0], v[1]);
   }
@@ -141,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(256) look_up_rows(const u32* weight
     const size_t unit = (size_t)tile * BLOCKS + column / 64;
     uint4* const eight = (uint4*)(out + (size_t)blockIdx.x * KDIM + column);
 #if FORMAT == BIT_PLANES
-    *eight = eight_of(load_codes((const u8*)weights + unit * BLOCK_BYTES, g * 4 + t), records, tile, row, column);
+    *eight = eight_of(lane_codes((const u8*)weights, unit, column / 64, g * 4 + t), records, tile, row, column);
 #else
     const int half = column % 64 / 32, j = row / 8;
     const u32* words = weights + ((unit * VECTORS + (NIBBLES ? 0 : half)) * 32 + g * 4 + t) * 4 + j;
@@ -166,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
 #if SPARSE
   expand((const u8*)weights + (size_t)unit * BLOCK_BYTES, records, out, tile, block, lane);
 #elif FORMAT == BIT_PLANES
-  const BlockCodes codes = load_codes((const u8*)weights + (size_t)unit * BLOCK_BYTES, lane);
+  const LaneCodes codes = lane_codes((const u8*)weights, unit, block, lane);
 #pragma unroll
   for (int part = 0; part < 4; part++) {
     const int half = part / 2, j = part % 2, row = tile * 16 + g + 8 * j, column = block * 64 + 32 * half + 8 * t;

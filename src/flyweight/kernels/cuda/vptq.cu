@@ -34,19 +34,20 @@
 // 1.8, 1.6 in windows of 8, 16 steps ordered greedily (196, 184 µs). Clusters that share one fetch of the codebook,
 // or split columns, were slower on every shape: a launch with clusters of 2 costs 0.8 µs, of 4 1.6 to 3 µs.
 //
-// EVEN: row blocks that two CTAs share, so that all have equal parts of the chunks: the second leaves its sums for the first.
+// SPLIT: so many neighbouring CTAs have the same row blocks, each a slice of the columns, and so of x; those behind the first leave
+// their sums to it. For few row blocks of many columns: all have about as much to do, and each stages little of x.
 //
 // defines: KERNEL, those of vptq_tables.cuh (COPIES: 8 unless shared memory is short), ROWS (1, 2, 4, 8), RESIDENT (CTAs
-// of two launches that share an SM), NORM (0), GATED (0), EVEN (0; no more CTAs than row blocks)
-#include "vptq_step.cuh"
-#ifndef EVEN
-#define EVEN 0
+// of two launches that share an SM), NORM (0), GATED (0), SPLIT (1)
+#ifndef SPLIT
+#define SPLIT 1
 #endif
-#if EVEN
-#define SLICES 1
+#include "vptq_step.cuh"
+#if SPLIT > 1
+#define SLICES (SPLIT - 1)
 #include "patience.cuh"
 #include "mail.cuh"
-#define MAIL , float *mail  // [CTA][SUMS]
+#define MAIL , float *mail, int letters  // [CTA][letters]: sums of its row blocks, and ROWS sums of squares
 #else
 #define MAIL
 #endif
@@ -56,6 +57,28 @@
 #define SLICED 2
 
 #if KERNEL == STAGED
+// What one of 4 threads (of 1, where that leaves one output to a thread) adds up of an output: the sums of every 4th of the warps that had a
+// part of its row block. Runs are contiguous, so warp + block is a slot of its own.
+struct Addends {
+  int shift, block, inner, part;  // threads of an output, as a power of two; this one among them
+  int warp, from, to;             // its first warp, perhaps; the row block's chunks
+  DEVICE Addends() {}
+  DEVICE static int shift_of(int here) { return RESIDENT == 2 || 4 * here * SUMS <= THREADS ? 2 : 0; }
+  DEVICE Addends(int i, int here, int each) {
+    shift = shift_of(here), part = i & (1 << shift) - 1, i >>= shift;
+    block = i / SUMS, inner = i % SUMS, from = block * each, to = from + each;
+    warp = (u32)(block * WARPS) / (u32)here + part;
+  }
+  DEVICE bool ends(int here) const { return part == 0 && block < here; }
+  DEVICE float sum(const float* partial, int total) const {  // by whole warps, or by those whose outputs are whole
+    float sum = 0;
+    for (int w = warp; w < WARPS && total * w / WARPS < to; w += 1 << shift)
+      if (total * (w + 1) / WARPS > max(from, total * w / WARPS)) sum += partial[(w + block) * SUMS + inner];
+    if (!shift) return sum;
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
+};
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     PART(0), PART(1), PART(2), const u16* x, const u16* norm, const u16* bias, const u16* rest, u16* y, float epsilon, int rows,
     int in_features, int width, int length, int chunks, int phase, int x_columns, int dense_steps MAIL LAUNCH_ARGUMENTS) {
@@ -67,21 +90,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   BEGIN_LAUNCH;
   launch_dependents();
-  // Where no launch is in front, x is there already: asked for behind a large book it would come as late as that. (With 64 KB the book
-  // is later for it, and two CTAs on an SM have no registers to spare.)
+  // Where no launch is in front, x is there already: asked for behind a large book and its own places
+  // it would come as late as they. (With 64 KB the book is later for it, and two CTAs on an SM have no registers to spare.)
   const bool x_first = RESIDENT == 1 && BOOK_BYTES > 65536 && nothing_in_front();
   if (!x_first) stage_book(shared, part.book, &barrier);
 
-  const int row_blocks = (part.outputs + length - 1) / length;
-  const int block0 = (int)((long long)row_blocks * part.cta / part.ctas);
-  const int here = (int)(((long long)row_blocks * (part.cta + 1) + (EVEN ? part.ctas - 1 : 0)) / part.ctas) - block0;
-  // EVEN: how much of the first row block is another's, and how much of the last is this one's (0: all), in `part.ctas`
-  const int given = EVEN ? (int)((long long)row_blocks * part.cta % part.ctas) : 0;
-  const int kept = EVEN ? (int)((long long)row_blocks * (part.cta + 1) % part.ctas) : 0;
+  const int slice = part.cta % SPLIT;
+  int block0, here;  // this CTA's row blocks: `begin`
+  constexpr int ALIGN = SPAN / CHUNK;  // chunks of a window
+  const int slice_begin = chunks / ALIGN * slice / SPLIT * ALIGN, slice_end = chunks / ALIGN * (slice + 1) / SPLIT * ALIGN;
+  const int dense_here = slice == SPLIT - 1 ? dense_steps : 0;  // they lie behind the others
   const int plane = X_BYTES * x_columns;
   char* const shared_x = shared + BOOK_BYTES + RES_BYTES;
   float* const partial = (float*)(shared_x + PLANES * plane);  // [WARPS + here][SUMS]
-  float* const before = partial + (WARPS + here) * SUMS;       // [here][SUMS], only with several phases
   const Tables tables(shared, shared + BOOK_BYTES, shared_x, plane, lane);
   const Inputs in = {x, norm, part.affine, part.source, in_features, rows};
   const Outputs out = {bias, rest, y, width, part.first, part.outputs, length, rows};
@@ -89,15 +110,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
   Sums sums[ROWS] = {};
   float added = 0;  // to this thread's first output: on its way while products run
 
-  for (int chunk0 = 0; chunk0 < chunks; chunk0 += phase) {
-    const bool first = chunk0 == 0, last = chunk0 + phase >= chunks;
-    const int each = last ? chunks - chunk0 : phase;
-    // This warp's run of chunks. Two are on their way before we wait: they depend on no other kernel.
-    const int skipped = EVEN ? given * each / part.ctas : 0;
-    const int total = here * each - skipped - (EVEN && kept ? each - kept * each / part.ctas : 0);
-    const int begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
-    int block = (begin + skipped) / each, chunk = (begin + skipped) % each, next_chunk = chunk;
-    const char* next = part.stream + ((size_t)(block0 + block) * chunks + chunk0 + chunk) * CHUNK_BYTES;
+  for (int chunk0 = slice_begin; chunk0 < slice_end; chunk0 += phase) {
+    const bool first = chunk0 == slice_begin, last = chunk0 + phase >= slice_end;
+    const int each = last ? slice_end - chunk0 : phase;
+    int total, begin, end, block, chunk, next_chunk;  // this warp's run of chunks
+    const char* next;
     u32 words[2][WORDS];
     const auto fetch = [&](int slot, int at) {
       if (at >= end) return;
@@ -105,18 +122,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
       next += CHUNK_BYTES;
       if (++next_chunk == each) next_chunk = 0, next += (size_t)(chunks - each) * CHUNK_BYTES;
     };
-    fetch(0, begin);
-    fetch(1, begin + 1);
     Residual residuals;
-    if (first) residuals.load(part.residual);
-    stage_x<true>(sums, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_steps : 0),
-                  [&] { if (x_first && first) stage_book(shared, part.book, &barrier); });
+    Addends own;  // of this thread's first output, known before products end where registers hold it
+    constexpr bool KNOWN = RESIDENT == 1;
+    const auto set_out = [&] {
+      if (first) {
+        const u32 row_blocks = (u32)(part.outputs + length - 1) / (u32)length, group = part.cta / SPLIT, groups = part.ctas / SPLIT;
+        block0 = row_blocks * group / groups, here = row_blocks * (group + 1) / groups - block0;
+      }
+      total = here * each, begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
+      block = (u32)begin / (u32)each, chunk = begin - block * each, next_chunk = chunk;
+      next = part.stream + ((size_t)(block0 + block) * chunks + chunk0 + chunk) * CHUNK_BYTES;
+      // Two chunks are on their way before we wait: they depend on no other kernel.
+      fetch(0, begin);
+      fetch(1, begin + 1);
+      if (first) residuals.load(part.residual);
+      if (KNOWN) own = Addends(threadIdx.x, here, each);
+    };
+    const bool late = x_first && first;
+    if (!late) set_out();
+    stage_x<true>(sums, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_here : 0),
+                  [&] { if (late) stage_book(shared, part.book, &barrier), set_out(); });
     if (first) residuals.store(shared + BOOK_BYTES);
     if (last) totals.collect(sums);
     __syncthreads();
     if (last) totals.total(in_features, epsilon);
-    if (last && threadIdx.x % 4 == 0 && threadIdx.x < 4 * here * SUMS)
-      added = out.added(out.place(block0 + threadIdx.x / (4 * SUMS), threadIdx.x / 4 % SUMS));
+    if (!KNOWN) own = Addends(threadIdx.x, here, each);
+    if (last && !slice && own.ends(here)) added = out.added(out.place(block0 + own.block, own.inner));
     book_ready(&barrier);
 
     for (int at = begin; at < end; at += 2) {
@@ -127,38 +159,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
         fetch(slot, at + slot + 2);
         const bool finished = ++chunk == each;
         if (finished && last)
-          for (int s = 0; s < dense_steps; s++)
+          for (int s = 0; s < dense_here; s++)
             take_dense(acc, part.dense + ((size_t)(block0 + block) * dense_steps + s) * PIECES * 32, x_offset(CHUNK * each + s, lane), tables, lane);
         if (finished || at + slot == end - 1) flush(acc, partial + (warp + block) * SUMS, OUTPUTS, lane);
         if (finished) chunk = 0, block++;
       }
     }
     __syncthreads();
-
-    // Runs are contiguous, so slot warp + block is unique; four threads add the warps of a block, always in one order.
-    for (int i = threadIdx.x; i < 4 * here * SUMS; i += THREADS) {
-      const int b = i / (4 * SUMS), inner = i / 4 % SUMS;
-      float sum = 0;
-      const int from = EVEN ? max(0, b * each - skipped) : b * each, to = (b + 1) * each - skipped;
-      for (int w = (EVEN ? total ? from * WARPS / total : 0 : b * WARPS / here) + i % 4; w < WARPS && total * w / WARPS < to; w += 4)
-        if (total * (w + 1) / WARPS > max(from, total * w / WARPS)) sum += partial[(w + b) * SUMS + inner];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      if (i % 4) continue;
-      if (!first) sum += before[i / 4];
-      if (!last) {
-        before[i / 4] = sum;
-        continue;
-      }
-#if EVEN
-      if (b == 0 && given) {
-        leave(mail + blockIdx.x * SUMS + inner, sum);
-        continue;
-      }
-      if (b == here - 1 && kept) sum += take<float>(mail + (blockIdx.x + 1) * SUMS + inner, 0);
+#if SPLIT > 1 && NORM
+    if (last && threadIdx.x < ROWS) {
+      float* const squares = mail + (blockIdx.x + 1) * letters - ROWS + threadIdx.x;
+      if (slice) leave(squares, totals.squares[threadIdx.x]);
+      else totals.norm(threadIdx.x, totals.squares[threadIdx.x] + take<float>(squares + letters, letters), in_features, epsilon);
+    }
+    __syncthreads();
 #endif
-      const int at = out.place(block0 + b, inner);
-      if (at >= 0) y[at] = to_bits(totals.finish(sum, inner / OUTPUTS) + (i == threadIdx.x ? added : out.added(at)));
+
+    float* const before = partial + (WARPS + here) * SUMS;  // [here][SUMS], only with several phases
+    for (int i = threadIdx.x; i < here * SUMS << Addends::shift_of(here); i += THREADS) {
+      const Addends a = KNOWN && i == threadIdx.x ? own : Addends(i, here, each);
+      float sum = a.sum(partial, total);
+      if (!a.ends(here)) continue;
+      const int place = a.block * SUMS + a.inner;
+      if (!first) sum += before[place];
+      if (!last) {
+        before[place] = sum;
+        continue;
+      }
+#if SPLIT > 1
+      float* const letter = mail + blockIdx.x * letters + place;
+      if (slice) {
+        leave(letter, sum + totals.bias[a.inner / OUTPUTS]);
+        continue;
+      }
+      sum += take<float>(letter + letters, letters);
+#endif
+      const int at = out.place(block0 + a.block, a.inner);
+      if (at >= 0) y[at] = to_bits(totals.finish(sum, a.inner / OUTPUTS) + (i == threadIdx.x ? added : out.added(at)));
     }
   }
   end_launch(THREADS);

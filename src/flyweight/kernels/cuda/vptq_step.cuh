@@ -240,6 +240,10 @@ DEVICE void stage_x(Sums (&sums)[ROWS], char* to, int plane, const Inputs& in, i
 struct Totals {
   float bias[ROWS], factor[ROWS];  // of bias · x; the norm's
   Sums of_warp[WARPS][ROWS];
+#if SPLIT > 1 && NORM
+  float squares[ROWS];  // over this CTA's columns
+  DEVICE void norm(int r, float all, int in_features, float epsilon) { factor[r] = rsqrtf(all / in_features + epsilon); }
+#endif
   DEVICE void collect(const Sums (&sums)[ROWS]) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -253,6 +257,9 @@ struct Totals {
       const Sums mine = lane < WARPS ? of_warp[lane][r] : Sums{0.f, 0.f};
       const float sum = warp_sum(mine.bias), squares = NORM ? warp_sum(mine.squares) : 0.f;
       if (lane == 0) bias[r] = sum, factor[r] = NORM ? rsqrtf(squares / in_features + epsilon) : 1.f;
+#if SPLIT > 1 && NORM
+      if (lane == 0) this->squares[r] = squares;
+#endif
     }
   }
   DEVICE float finish(float sum, int row) const { return (sum + bias[row]) * factor[row]; }

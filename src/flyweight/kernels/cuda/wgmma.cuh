@@ -75,9 +75,9 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define NEW_FLOATS(v) "=f"(v)
 #define INTEGERS(v) "+r"(v)
 #if FP16
-#define HALVES ".f32.f16.f16"
+#define HALF_TYPES ".f32.f16.f16"
 #else
-#define HALVES ".f32.bf16.bf16"
+#define HALF_TYPES ".f32.bf16.bf16"
 #endif
 #define EIGHTHS ".f32.e4m3.e4m3"
 #ifndef FORMAT  // attention: A of scores in shared memory; B of results has its columns, not its inputs, side by side
@@ -86,19 +86,19 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
   WGMMA_SHARED(wgmma, N, COUNT, FLOATS, ", 1", A, B)
 #define WGMMA_SHARED(NAME, N, COUNT, BIND, KEEP, A, B)                                                                   \
   DEVICE void NAME(float (&d)[COUNT], u64 a, u64 b) {                                                                    \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" HALVES " {" NAMES_##COUNT "}, %" #A ", %" #B KEEP ", 1, 1, 0, 0;" \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" HALF_TYPES " {" NAMES_##COUNT "}, %" #A ", %" #B KEEP ", 1, 1, 0, 0;" \
                  : BIND_##COUNT(BIND, 0) : "l"(a), "l"(b));                                                              \
   }
 SCORES(64, 32, 32, 33)
 SCORES(96, 48, 48, 49)
 SCORES(128, 64, 64, 65)
 SCORES(160, 80, 80, 81)
-WGMMA(wgmma, 64, 32, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 32, 33, 34, 35, 36)
-WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 64, 65, 66, 67, 68)
+WGMMA(wgmma, 64, 32, float, FLOATS, "k16", HALF_TYPES, ", 1", ", 1, 1, 1", 32, 33, 34, 35, 36)
+WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALF_TYPES, ", 1", ", 1, 1, 1", 64, 65, 66, 67, 68)
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)
 #elif SPARSE
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                \
-  WGMMA_SPARSE(N, COUNT, float, FLOATS, "k32", HALVES, ", 1, 1, 0", A0, A1, A2, A3, B, E) \
+  WGMMA_SPARSE(N, COUNT, float, FLOATS, "k32", HALF_TYPES, ", 1, 1, 0", A0, A1, A2, A3, B, E) \
   WGMMA_SPARSE(N, COUNT, int, INTEGERS, "k64", ".s32.s8.s8", "", A0, A1, A2, A3, B, E)
 #elif FORMAT == FP8
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                          \
@@ -115,7 +115,7 @@ WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 64, 65, 
   WGMMA_FIRST(N, COUNT, int, INTEGERS, "k32", CODES, "", A0, A1, A2, A3, B, E)
 #else
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                \
-  WGMMA(wgmma, N, COUNT, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 0", A0, A1, A2, A3, B) \
+  WGMMA(wgmma, N, COUNT, float, FLOATS, "k16", HALF_TYPES, ", 1", ", 1, 1, 0", A0, A1, A2, A3, B) \
   WGMMA(wgmma, N, COUNT, int, INTEGERS, "k32", ".s32.s8.s8", ", 1", "", A0, A1, A2, A3, B)
 #endif
 ALL(8, 4, 4, 5, 6, 7, 8, 9)

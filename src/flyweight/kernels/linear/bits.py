@@ -8,18 +8,20 @@ in another order. `variant` says how a weight's records look, `read_bits` takes 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flyweight.tensors import IntBlock, IntGroup, QuantTensor
+from flyweight.tensors import IntBlock, IntGroup, QuantTensor, Trellis
 from flyweight.tensors.float4 import FLOAT4_BLOCK, NvFloat4
+from flyweight.tensors.trellis import UNIT
 
 PLANES = {2: (2,), 3: (3,), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # of a code, the lower first
 INTEGERS = 0  # CODING of the CUDA sources
-CODINGS = {"table": 1, "e2m1": 2}
+CODINGS = {"table": 1, "e2m1": 2, "trellis": 3}
 # RECORD_KIND of the CUDA sources: (number, bytes of an output, more for each group of a record)
 KINDS = {
     "scales": (0, 2, 0),
@@ -76,7 +78,15 @@ def variant(tensor: QuantTensor) -> Variant | None:
     if isinstance(tensor, NvFloat4) and tensor.matrix_shape[1] % 64 == 0:
         span = next(size for size in (512, 256, 128, 64) if tensor.matrix_shape[1] % size == 0)
         return Variant(4, "float8", FLOAT4_BLOCK, span, coding=CODINGS["e2m1"])
+    if isinstance(tensor, Trellis):
+        return _of_trellis(tensor)
     return _of_blocks(tensor) if isinstance(tensor, IntBlock) else None
+
+
+def _of_trellis(tensor: Trellis) -> Variant:
+    """A scale for each row is one for whole units, however many it has."""
+    group = math.ceil(tensor.group_size / UNIT) * UNIT
+    return Variant(tensor.bits, "scales", group, group, coding=CODINGS["trellis"])
 
 
 def _of_groups(tensor: IntGroup) -> Variant | None:
@@ -108,7 +118,7 @@ def _of_blocks(tensor: IntBlock) -> Variant | None:
 
 
 def takes(tensor: QuantTensor) -> bool:
-    return variant(tensor) is not None
+    return not isinstance(tensor, Trellis) and variant(tensor) is not None
 
 
 @functools.cache
@@ -130,8 +140,10 @@ def record_parts(tensor: QuantTensor, found: Variant) -> list[Tensor]:
         scales = tensor.scales.view(torch.uint8).unflatten(-1, (-1, found.span // found.group))
         whole = tensor.global_scale.expand(-1, scales.shape[1]).contiguous()
         return [whole.view(torch.uint8).unflatten(-1, (-1, 1, 4)), scales[..., None]]
-    assert isinstance(tensor, IntGroup | IntBlock)
+    assert isinstance(tensor, IntGroup | IntBlock | Trellis)
     scales = tensor.scales.to(_sixteen_bits(tensor.scales.dtype))
+    if isinstance(tensor, Trellis):
+        return [_bytes(scales)]
     if isinstance(tensor, IntGroup):
         if tensor.zeros is None:
             return [_bytes(scales)]
@@ -175,6 +187,16 @@ def tile_records(parts: Sequence[Tensor]) -> Tensor:
         tiles = filled.unflatten(0, (-1, 16)).permute(0, 2, 3, 1, 4)
         ordered.append(tiles.flatten(2))
     return torch.cat(ordered, -1).contiguous()
+
+
+def trellis_words(tensor: Trellis) -> Tensor:
+    """The streams of each block, as bytes: two words of a lane side by side, then all third ones
+    (cuda/trellis.cuh).
+    """
+    words = tensor.words.contiguous()
+    if tensor.bits == 3:
+        words = torch.cat([words[..., :2].flatten(2), words[..., 2]], -1)
+    return words.view(torch.uint8).flatten()
 
 
 def tile_planes(words: Tensor, bits: int) -> Tensor:

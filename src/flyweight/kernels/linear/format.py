@@ -27,6 +27,7 @@ from flyweight.tensors import (
     Plain,
     QuantTensor,
     Sparse24,
+    Trellis,
 )
 
 # The axes of a weight cut into blocks: see `tiles.blocks`.
@@ -56,6 +57,7 @@ class Codes:
     # float32 [out, groups], the same for eight neighbouring outputs: of blocks of float8
     block_scales: Tensor | None = None
     record_parts: list[Tensor] | None = None  # of codes in planes: `bits.record_parts`
+    tiles: Tensor | None = None  # the codes, where files have them in the order of the kernels
 
 
 Matches = Callable[[QuantTensor], bool]
@@ -83,6 +85,8 @@ class WeightFormat:
     widened: bool = False  # float8 codes become 16-bit floats, which x stays
     record_bytes: int = 64  # of 16 outputs: scale and zero point of a group, or its exponent
     floats: bool = False  # codes are multiplied as 16-bit floats, x as it is
+    pairs_rows: bool = True  # rows of gate and up may lie by turns
+    unit_blocks: int = 1  # of 64 inputs, that are read together
     variant: Variant | None = None  # of codes in planes, what a weight's own are like
     variants: dict[Variant, WeightFormat] = field(default_factory=dict, repr=False)
 
@@ -226,6 +230,23 @@ def read_bits(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
     )
 
 
+def is_trellis(tensor: QuantTensor) -> bool:
+    return isinstance(tensor, Trellis)
+
+
+def read_trellis(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
+    assert isinstance(tensor, Trellis)
+    found = bits.variant(tensor)
+    assert found is not None
+    return Codes(
+        tensor.words,
+        tensor.scales,
+        group=found.span,
+        record_parts=bits.record_parts(tensor, found),
+        tiles=bits.trellis_words(tensor),
+    )
+
+
 def is_kept(inner: Matches) -> Matches:
     """Two of four inputs are kept, of a weight that `inner` knows."""
     return lambda tensor: isinstance(tensor, Sparse24) and inner(tensor.inner)
@@ -282,6 +303,19 @@ FORMATS = {
             read_bits,
             EVERYWHERE | {"gemv_splitk", "look_up"},
             grouped=True,
+        ),
+        WeightFormat(
+            "trellis-bits",
+            BIT_PLANES,
+            2,
+            256,
+            BYTES,
+            is_trellis,
+            read_trellis,
+            EVERYWHERE | {"gemv_splitk", "look_up"},
+            grouped=True,
+            pairs_rows=False,
+            unit_blocks=2,
         ),
         WeightFormat(
             "w8a8",

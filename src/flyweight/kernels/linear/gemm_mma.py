@@ -145,6 +145,8 @@ def loads_ahead(matrix: Matrix, tile: MmaTile, count: int) -> bool:
 
 
 def _whole_stages(matrix: Matrix, count: int) -> bool:
+    if matrix.cuts_units(count):
+        return False
     inputs = 64 * count
     group = matrix.group if matrix.format.grouped and matrix.group < matrix.in_features else inputs
     return matrix.blocks % count == 0 and (inputs % group == 0 or group % inputs == 0)

@@ -356,7 +356,7 @@ def _with_stages(
         and span % matrix.group
         and (cut.int16_inputs or matrix.group % span)
     )
-    if total % count or cut_group or total // count < cut.cluster:
+    if total % count or cut_group or total // count < cut.cluster or matrix.cuts_units(count):
         return None
     scales = 4 * (cut.tokens + 64) if staged and form.quantizes_input else 0
     staging = (staged * STAGED_ROW + scales) * cut.warpgroups
@@ -378,7 +378,7 @@ def _with_stages(
         4
         if cut.clustered and not cut.beside and cut.tokens <= 64
         else 3
-        if count == 4 or (count == 2 and form.grouped)
+        if count == 4 or (count == 2 > form.unit_blocks and form.grouped)
         else 2
     ):
         return None

@@ -79,6 +79,15 @@ def is_balanced(matrix: Matrix, device: Gpu) -> bool:
     return tiles >= grid and longest > tuned.of(device).gemv.balance_margin
 
 
+def ends_apart(matrix: Matrix, rows: int, device: Gpu) -> bool:
+    """Whether CTAs have whole pairs of tiles, one of gate and one of up, that end together."""
+    if matrix.out_features % 32 or is_balanced(matrix, device):
+        return False
+    tiles = 2 * math.ceil(matrix.tiles / 2 / device.processors)
+    found = fitting_plan(matrix, rows, device, tiles=tiles, lone_row=rows == 1)
+    return found is not None and found.slots % 2 == 0
+
+
 def defines(
     weight: TiledWeight,
     rows: int,
@@ -109,6 +118,7 @@ def defines(
         "HELD": 0 if early else min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} | gemv_plan.spread(rows) if chosen.in_registers else {}),
         **({"BESIDE": 1} if chosen.beside else {}),
+        **({"PAIRED": 1} if chosen.paired else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **({"HELD_INPUTS": 1} if chosen.held_inputs else {}),
         **_prefetch(weight.matrix, chosen, device),
@@ -141,7 +151,7 @@ def multiply(
     device = gpu.of(x.device)
     pair = 2 if one.apart else 1  # tiles that end together
     if out is None:
-        out = weight.empty_result(rows, x.device)[:, : weight.width // pair]
+        out = torch.empty(rows, weight.width // pair, dtype=weight.dtype, device=x.device)
     grid = device.processors
     balanced = is_balanced(weight.matrix, device)
     runs = weight.matrix.tiles // pair

@@ -34,6 +34,7 @@ class Plan:
     own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
     beside: bool = False  # registers leave room for another kernel, though x is in them
     held_inputs: bool = False  # in registers of the warps that multiply them
+    paired: bool = False  # the two CTAs of a cluster have one half of the inputs each
 
     @property
     def threads(self) -> int:
@@ -54,6 +55,7 @@ class Wanted:
     in_registers: bool = False
     own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
     lone_row: bool = False  # one, without an adapter
+    paired: bool = False  # CTAs share their tiles, and have half of the inputs each
 
 
 # Of one row of 4-bit weights whose inputs are in registers (`HELD_INPUTS`)
@@ -70,6 +72,7 @@ REGISTER_UNITS = 4  # of 128 inputs, that a warp has registers for
 # with half as many of each unit in a lane a warp has registers for more units (7 and 8 spill)
 SPREAD_ROWS = 4
 SPREAD_UNITS = 6
+PAIR_UNITS = 3  # in a CTA of a pair, whose rows are up to eight (4 spill)
 FEWEST_WARPS = 4  # that have a thread for each output of a round
 
 
@@ -206,11 +209,15 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
         # of 128 inputs, in a warp
         units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
         most = SPREAD_UNITS if rows <= SPREAD_ROWS else REGISTER_UNITS
+        if wanted.paired:
+            most = PAIR_UNITS
         if units > most or total < 2 * warps:
             return None
         x_row = 0
         statistics = rows * (warps + 1) * 8
         partial = max(partial, (total + 1) * 128)  # or the norm's weights
+    if wanted.paired:  # what comes from the other CTA
+        partial += slots * 16 * rows * 4 + 8 * rows + 32
     fixed = rows * x_row + sums + partial + statistics + 16 * 16 + 256 + wanted.more
     stages = min(16, (limit - fixed) // stage)
     if stages < wanted.fewest:
@@ -249,15 +256,41 @@ def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> P
     return found and dataclasses.replace(found, shared=max(found.shared, device.shared_excluding))
 
 
+def _has_registers(matrix: Matrix, rows: int) -> bool:
+    """Whether x of these rows may be in registers beside another kernel."""
+    return "gemv_registers" in matrix.format.kernels and rows in (4, 8) and matrix.group % 128 == 0
+
+
 def _registers_beside_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
     """x of four or eight rows in registers, with room for another kernel."""
-    if "gemv_registers" not in matrix.format.kernels or rows not in (4, 8) or matrix.group % 128:
+    if not _has_registers(matrix, rows):
         return None
     warps = REGISTER_WARPS
     slots = max(1, min(wanted.tiles, 2 * warps // rows))  # an output of a round to a thread
     wanted = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=warps, slots=slots)
     found = plan_beside(matrix, rows, wanted, device)
     return found and dataclasses.replace(found, beside=True)
+
+
+@functools.cache
+def pair_plan(matrix: Matrix, rows: int, device: Gpu, *, tiles: int, more: int = 0) -> Plan | None:
+    """The same in pairs of CTAs with so many tiles each, where no warp then has more to do."""
+    warps = REGISTER_WARPS
+    if not _has_registers(matrix, rows) or matrix.blocks % (4 * warps):
+        return None
+    wanted = Wanted(
+        tiles,
+        warps,
+        tuned.of(device).gemv.stage_bytes,
+        more,
+        slices=2,
+        fewest=3,
+        slots=tiles,
+        in_registers=True,
+        paired=True,
+    )
+    found = plan_beside(matrix, rows, wanted, device)
+    return found and dataclasses.replace(found, beside=True, paired=True)
 
 
 @functools.cache
@@ -280,11 +313,12 @@ def fitting_plan(
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
     numbers = tuned.of(device)
+    own = numbers.formats[matrix.format.name]
     wanted = Wanted(
         tiles,
-        numbers.formats[matrix.format.name].gemv_warps,
+        own.gemv_warps,
         more=more,
-        stage_bytes=numbers.gemv.stage_bytes,
+        stage_bytes=own.gemv_stage_bytes or numbers.gemv.stage_bytes,
         slots=max(1, min(tiles, numbers.gemv.slots // rows)),
         own_bytes=own_bytes(device),
         lone_row=lone_row,
@@ -301,12 +335,15 @@ def fitting_plan(
         dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes), slots=1),
         {},
     ]
-    if wanted.own_bytes:  # smaller shares, or those of fewer warps, rather than two of each
+    if wanted.own_bytes:
+        # One row of codes rather has two stages than smaller shares or those of fewer warps, one of
+        # 16-bit weights has not (sm_89 in workshop/chain-trials-h200.jsonl); others were not tried.
+        two: list[dict[str, Any]] = [{}] if rows == 1 and matrix.format.grouped else []
         smaller: dict[str, Any] = dict(own_bytes=wanted.own_bytes // 2)
         warps = max(FEWEST_WARPS, wanted.warps // 2)
         slots = max(1, min(wanted.slots or 1, 2 * warps // rows))
         fewer: dict[str, Any] = dict(fewest=3, warps=warps, slots=slots)
-        several = [several[0], smaller | dict(fewest=3), fewer, *several[-2:], smaller]
+        several = [several[0], *two, smaller | dict(fewest=3), fewer, *several[-2:], smaller]
     for options in several if rows > 1 or wanted.own_bytes else [{}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found

@@ -186,6 +186,14 @@ class TiledLinear(FusedLinear):
         balanced = gemv.is_balanced(weight.matrix, gpu.of(weight.weights.device))
         return self.adapts(rows, activation) and whole and not balanced
 
+    def _ends_apart(self, rows: int, activation: str) -> bool:
+        """Whether the kernel of so many rows, without an adapter, ends with act(gate) · up of the
+        halves of its weight.
+        """
+        if activation not in tiles.ACTIVATIONS or self.kernel_for(rows) != "gemv":
+            return False
+        return gemv.ends_apart(self.weight.matrix, rows, gpu.of(self.weight.weights.device))
+
     def project_row(
         self,
         x: Tensor,
@@ -237,6 +245,9 @@ class TiledLinear(FusedLinear):
             return gemm.multiply(self.weight, x, out, residual=residual)
         if activation is not None and activation != self.weight.activation:
             assert not self.weight.interleaved
+            rows = x.numel() // x.shape[-1]
+            if not self.weight.format.pairs_rows and self._ends_apart(rows, activation):
+                return self.project_row(x, out, norm=norm, apart=activation)
             y = self.ops.gate(self.project(x, norm=norm), activation)
             return y if out is None else out.copy_(y)
         flat = x.reshape(-1, x.shape[-1]).contiguous()

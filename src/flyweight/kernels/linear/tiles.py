@@ -50,6 +50,10 @@ class Matrix:
         """Of 64 inputs, in a tile."""
         return math.ceil(self.in_features / 64)
 
+    def cuts_units(self, blocks: int) -> bool:
+        """Whether stages of so many have parts of what is read together."""
+        return blocks % self.format.unit_blocks > 0 and blocks != self.blocks
+
     @property
     def in_sixteen_bits(self) -> Matrix:
         return Matrix(PLAIN, self.out_features, self.in_features, 64)
@@ -228,7 +232,11 @@ def prepare(
         channel_scale = None if channel_scale is None else interleave_rows(channel_scale)
     if channel_scale is not None and parts.input_scale is not None:
         channel_scale = torch.cat([channel_scale, parts.input_scale.float().view(1)])
-    if isinstance(tensor, Sparse24):
+    if interleave and not form.pairs_rows:
+        raise ValueError(f"rows of {tensor.kind} stay where they are")
+    if parts.tiles is not None:
+        weights = parts.tiles
+    elif isinstance(tensor, Sparse24):
         places = unpack(tensor.positions, 2, parts.codes.shape[1])
         weights = sparse_layout(parts.codes, places, form, interleave=interleave)
     else:

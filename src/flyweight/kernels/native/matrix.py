@@ -11,7 +11,17 @@ from torch import Tensor
 from flyweight.tensors import QuantTensor
 
 WIDTH = 8  # outputs of a block
-FORMATS = ("int4", "int8", "float32", "float16", "bfloat16", "float8", "vectors", "blocks")
+FORMATS = (
+    "int4",
+    "int8",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8",
+    "vectors",
+    "blocks",
+    "trellis",
+)
 ACTIVATIONS = (
     "as it is",
     "int8 by group",

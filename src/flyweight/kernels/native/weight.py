@@ -12,6 +12,7 @@ Every kind keeps about the bits of its file:
                   multiplies float16, 16 bits become float16 times a power of two
     Float8        8 bits; x rounded to float8 where the format says so
     Sparse24      with its zeros written out, in the bits of the kept values
+    Trellis       as it is, its words by output; scales in float32
     VectorQuant   16-bit indices, residual indices in 8 or 16 bits; books of vectors of eight
 
 `exact` keeps x in float32 for weight-only kinds; without it integers multiply integers, x
@@ -53,8 +54,11 @@ from flyweight.tensors import (
     Plain,
     QuantTensor,
     Sparse24,
+    Trellis,
     VectorQuant,
 )
+from flyweight.tensors.trellis import BLOCK as TRELLIS_BLOCK
+from flyweight.tensors.trellis import UNIT as TRELLIS_UNIT
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ def _pack(tensor: QuantTensor, exact: bool) -> Weight:
         return pack_floats(tensor.weight, "as it is", exact=exact)
     if isinstance(tensor, VectorQuant) and takes_vectors(tensor):
         return pack_vectors(tensor)
+    if isinstance(tensor, Trellis):
+        return pack_trellis(tensor, exact=exact)
     # a float8 weight that holds NaN gives NaN whatever x is rounded to
     return pack_floats(
         tensor.dequantize(), f"no native layout for this {tensor.kind}: written out as floats"
@@ -379,6 +385,28 @@ def pack_vectors(tensor: VectorQuant) -> Weight:
     weight.keep(
         "column_bias", None if tensor.bias is None else tensor.bias.float()[order].contiguous()
     )
+    return weight
+
+
+def pack_trellis(tensor: Trellis, *, exact: bool) -> Weight:
+    columns = tensor.matrix_shape[1]
+    matrix = empty_matrix(tensor, "trellis", group=TRELLIS_BLOCK, groups=columns // TRELLIS_BLOCK)
+    matrix.activation = ACTIVATIONS.index("as it is" if exact else "int8 by group")
+    matrix.input_group = INPUT_GROUP
+    matrix.bits = tensor.bits
+    matrix.super_groups = matrix.groups if tensor.groups == 1 else TRELLIS_UNIT // TRELLIS_BLOCK
+    why = "x in float32" if exact else "x in 8 bits by group"
+    weight = Weight(matrix, f"trellis of {tensor.bits} bits, {why}")
+    words = tensor.words.unflatten(2, (WIDTH, 4))  # [tile, block, g, t, word]
+    whole = words.shape[1] // 2 * 2
+    circles = words[:, :whole].unflatten(1, (-1, 2)).permute(0, 1, 4, 2, 5, 3)
+    last = words[:, whole:].permute(0, 1, 3, 4, 2)
+    data = torch.cat([circles.flatten(1), last.flatten(1)], 1)
+    matrix.block_bytes = data[0].nbytes // 2
+    weight.keep("data", data.view(torch.uint8).flatten())
+    scales = torch.zeros(2 * WIDTH * len(data), tensor.groups)
+    scales[: len(tensor.scales)] = tensor.scales.float()
+    weight.keep("scales", scales.view(-1, WIDTH, tensor.groups).transpose(1, 2).contiguous())
     return weight
 
 

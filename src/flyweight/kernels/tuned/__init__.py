@@ -62,6 +62,7 @@ class FormatNumbers:
     gemm_cluster_rows: tuple[int, int]  # most rows in clusters: of small linears, of large ones
     expert_rows: int
     gemv_late_stages: int | None = None
+    gemv_stage_bytes: int | None = None  # where a format wants others than most
     ticket_rows: int = 0
     gemv_kept: int = 0  # stages that warps fetch into registers, where launches overlap by counters
     attention_rows: int = NEVER

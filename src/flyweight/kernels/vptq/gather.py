@@ -31,8 +31,8 @@ def defines_of(layout: Layout, launch: Launch, ends: Ends, *, rows: int) -> dict
         "WARPS": launch.warps,
         "RESIDENT": launch.resident,
     }
-    shared = {"EVEN": 1} if launch.even else {}
-    return layout.form.defines() | ends.defines | chosen | shared
+    split = {"SPLIT": launch.split} if launch.split > 1 else {}
+    return layout.form.defines() | ends.defines | chosen | split
 
 
 def run(
@@ -77,10 +77,10 @@ def staged_arguments(
         chosen.x_columns,
         layout.dense_steps,
     )
-    if not chosen.launch.even:
+    if chosen.launch.split == 1:
         return args
-    words = chosen.rows * 8 * layout.halves * sum(chosen.ctas)
-    return (*args, workspace.current(x.device).mailbox(words))
+    letters = chosen.letters(layout)
+    return (*args, workspace.current(x.device).mailbox(letters * sum(chosen.ctas)), letters)
 
 
 def plain_arguments(

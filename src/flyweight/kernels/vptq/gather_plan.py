@@ -36,8 +36,13 @@ DOUBLED_ITEMS = 6 * MILLION
 # so few of so small a weight that fewer warps are faster before Hopper
 # (workshop/vptq-launches-h200.jsonl)
 FEW_CHUNKS = 8
-# chunks that the busiest thread block has more than the mean from which on row blocks are shared
-EVENED_CHUNKS = 20
+# Slices that the columns of a row block are cut into, where that takes less time: in chunks of
+# lookups, what x of a chunk takes to stage and what handing sums over does. Two were never faster
+# by more than 1 %, eight slower (workshop/vptq-launches-h200.jsonl).
+SPLIT = 4
+STAGED_CHUNK = 0.3
+HAND_OVER = 20.0
+WORTH_SLICING = 0.97  # 8192 × 28672 is slower in slices
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Launch:
     # 2: small enough that the next launch stages its codebook while this one ends
     resident: int = 1
     share: int = 1  # 2: one thread block for every second multiprocessor
-    even: bool = False  # thread blocks share row blocks
+    split: int = 1  # neighbouring thread blocks with the same row blocks, each a slice of columns
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,10 @@ class Plan:
     phase: int = 0  # chunks whose x is staged at once
     x_columns: int = 0  # columns that the staged x has room for
     most_blocks: int = 0  # row blocks of a thread block
+
+    def letters(self, layout: Layout) -> int:
+        """Words that a thread block of several slices leaves: sums, and those of squares."""
+        return self.rows * (8 * layout.halves * self.most_blocks + 1)
 
 
 def shared_limit(device: Gpu, resident: int) -> int:
@@ -132,7 +141,8 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
         16 * halves * ((1 << form.main) + (launch.copies << form.residual if form.residual else 0))
     )
     # the kernel's own variables
-    static = math.ceil((40 + 8 * rows * (launch.warps + 1)) / 128) * 128
+    squares = 4 * rows * (launch.split > 1)
+    static = math.ceil((40 + 8 * rows * (launch.warps + 1) + squares) / 128) * 128
     if launch.kernel == "direct":
         fits = 512 * layout.chunks <= 16384
         return Plan(launch, rows, (layout.row_blocks,), 512 * layout.chunks) if fits else None
@@ -141,9 +151,14 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
         grid = max(1, min(count // layout.slices, layout.row_blocks)) * layout.slices
         return Plan(launch, rows, (grid,), shared) if shared + static <= limit else None
     blocks = tuple(part.row_blocks for part in parts)
-    ctas = share_out(blocks, count // launch.share)
-    here = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True)) + launch.even
     align = max(1, form.window // CHUNK)
+    units = layout.chunks // align
+    groups = share_out(blocks, count // (launch.share * launch.split))
+    ctas = tuple(launch.split * some for some in groups)
+    if launch.split > 1 and (units < launch.split or sum(ctas) > count // launch.share):
+        return None
+    here = max(math.ceil(b / g) for b, g in zip(blocks, groups, strict=True))
+    chunks = math.ceil(units / launch.split) * align  # of the longest slice
     for several in (False, True):  # phases: then the sums of the row blocks need room of their own
         fixed = books + 4 * rows * 8 * halves * (launch.warps + here + here * several)
         # chunks of x
@@ -154,11 +169,11 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
         )
         if several and (launch.resident > 1 or most < CHUNK):
             return None
-        if several or most >= layout.chunks:
+        if several or most >= chunks:
             break
-    phase = math.ceil(math.ceil(layout.chunks / math.ceil(layout.chunks / most)) / align) * align
-    x_columns = 256 * min(phase, layout.chunks) + 32 * layout.dense_steps
-    return Plan(launch, rows, ctas, fixed + 2 * rows * x_columns, phase, x_columns)
+    phase = math.ceil(math.ceil(chunks / math.ceil(chunks / most)) / align) * align
+    x_columns = 256 * min(phase, chunks) + 32 * layout.dense_steps
+    return Plan(launch, rows, ctas, fixed + 2 * rows * x_columns, phase, x_columns, here)
 
 
 def byte_plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> Plan | None:
@@ -185,10 +200,7 @@ def choose(
     """The first candidate that fits, or the given one."""
     tried = [launch] if launch else candidates(parts, rows, device, plain=plain)
     if launch is None:
-        tried = [
-            replace(one, even=one.kernel == "staged" and worth_evening(parts, device, one.share))
-            for one in tried
-        ]
+        tried = [sliced(parts, one, device) for one in tried]
     plans = (
         plan(
             parts,
@@ -202,17 +214,26 @@ def choose(
     return next((found for found in plans if found), None)
 
 
-def worth_evening(parts: Parts, device: Gpu, share: int = 1) -> bool:
-    """Whether thread blocks would wait for the busiest longer than handing sums over takes. Hopper
-    begins the next launch meanwhile.
+def sliced(parts: Parts, launch: Launch, device: Gpu) -> Launch:
+    """With columns in slices on all processors, where that is faster: it evens out what thread
+    blocks have to do, and leaves each little x to stage, but sums are handed over. Hopper begins
+    the next launch meanwhile.
     """
-    if device.has_dependent_launch:
-        return False
+    units = parts[0].chunks // max(1, parts[0].form.window // CHUNK)
+    fits = units >= SPLIT and device.processors >= len(parts) * SPLIT
+    if launch.kernel != "staged" or device.has_dependent_launch or not fits:
+        return launch
     blocks = tuple(part.row_blocks for part in parts)
-    count = max(1, device.processors // share)
-    shares = [b / c for b, c in zip(blocks, share_out(blocks, count), strict=True)]
-    idle = max(map(math.ceil, shares)) - sum(blocks) / min(count, sum(blocks))
-    return idle * parts[0].chunks >= EVENED_CHUNKS
+
+    def chunks(split: int) -> float:
+        groups = share_out(blocks, device.processors // split)
+        here = max(math.ceil(b / g) for b, g in zip(blocks, groups, strict=True))
+        longest = math.ceil(units / split) * parts[0].chunks / units
+        return (here + STAGED_CHUNK) * longest
+
+    if chunks(SPLIT) + HAND_OVER > WORTH_SLICING * chunks(1):
+        return launch
+    return replace(launch, split=SPLIT, share=1)
 
 
 def residual_copies(tensor: VectorQuant, device: Gpu, *, doubled: bool) -> int:

@@ -126,7 +126,7 @@ static void quantize_row(const Matrix *w, Input *input, const float *x, int inde
         row.scales += some * next;
         row.sums += some * next;
     }
-    if (w->zeros || w->format == BLOCKS) return;
+    if (w->zeros || takes_sums(w)) return;
     int32_t from = w->wide_scales ? 0 : MIDDLE_BITS;
     int32_t middle = w->format == INT4 ? 8 : BYTE_BIAS;
     for (int g = 0; g < groups; g++) sums[g * next] = from - middle * sums[g * next];

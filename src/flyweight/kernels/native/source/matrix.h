@@ -15,8 +15,11 @@
 #include "team.h"
 #include "vectors.h"
 
-// CODES, made for many rows out of INT4: bytes below 128, whose scales are float32.
-enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS, BLOCKS, CODES };
+// Made for many rows: CODES out of INT4, bytes below 128, whose scales are float32; PLANES out of
+// TRELLIS.
+enum Format {
+    INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS, BLOCKS, TRELLIS, CODES, PLANES
+};
 #define WIDE_BFLOAT16 2
 
 enum Activation {
@@ -61,9 +64,10 @@ typedef struct {
     int32_t entries;
     int32_t residual_entries;
     int32_t residual_bytes;   // of an index: 0, 1 or 2
-    // BLOCKS
+    // BLOCKS and TRELLIS
     int32_t bits;             // of a code
     int32_t super_groups;     // groups that share a scale of theirs
+    // BLOCKS
     int32_t mins;             // enum Mins
     int32_t subs;             // enum Subs
     int32_t sub_bias;         // what a sub-scale has too much
@@ -109,6 +113,11 @@ static inline int input_groups(const Matrix *w) {
     return w->columns / w->input_group;
 }
 
+// Whose kernels take x row by row, with the sums of its codes as they are.
+static inline int takes_sums(const Matrix *w) {
+    return w->format == BLOCKS || w->format == TRELLIS || w->format == PLANES;
+}
+
 static inline int takes_integers(const Matrix *w) {
     // a static scale may ask for −128, which AVX2 cannot multiply: that goes through floats
     return w->activation == INT8_GROUP;
@@ -120,7 +129,7 @@ static inline int takes_integers(const Matrix *w) {
 // in groups of 32 or, as in W8A8, in whole rows of such.
 static inline int tiled_rows(const Matrix *w, int rows) {
     int is_long = w->format == INT8 && w->wide_scales && w->input_group % TILED_GROUP == 0;
-    int fits = w->format != BLOCKS && (is_long || w->input_group == TILED_GROUP);
+    int fits = !takes_sums(w) && (is_long || w->input_group == TILED_GROUP);
     return takes_integers(w) && fits ? rows / TALL * TALL : 0;
 }
 
@@ -187,6 +196,11 @@ void blocks_product(const Matrix *w, const Input *input, int block, int begin, i
         float out[][WIDTH]);
 void half_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]);
+void trellis_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]);
+// Bytes of a block of TRELLIS as PLANES, and the block.
+size_t block_planes_bytes(const Matrix *w);
+void block_to_planes(const Matrix *w, int block, uint8_t *to);
 
 // Floats of `panel_memory` that a thread needs for some tiles; without memory it takes one tile at a
 // time and LEAST_PANEL floats.
@@ -230,8 +244,9 @@ void project_gated(Team *team, int thread, const Product *gate_and_up);
 // Columns begin to end of one block as floats, eight of each column, `stride` apart.
 void block_to_floats(const Matrix *w, int block, int begin, int end, float *to, int stride);
 
-// Eight columns of a block of BLOCKS as floats.
+// Eight columns of a block of BLOCKS, or of TRELLIS, as floats.
 void blocks_written_out(const Matrix *w, int block, int column, floats8 to[8]);
+void trellis_written_out(const Matrix *w, int block, int column, floats8 to[8]);
 
 // One row of the weight itself: what an embedding looks up.
 void matrix_row(const Matrix *w, int row, float *out);

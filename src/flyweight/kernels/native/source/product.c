@@ -17,6 +17,7 @@ static void block_product(const Matrix *w, const Input *input, int block, int be
         float out[][WIDTH]) {
     if (begin < tiled_rows(w, input->rows)) tall_product(w, input, block, begin, out);
     else if (w->format == BLOCKS) blocks_product(w, input, block, begin, rows, out);
+    else if (takes_sums(w)) trellis_product(w, input, block, begin, rows, out);
     else if (takes_integers(w)) integer_product(w, input, block, begin, rows, out);
     else if (takes_halves(w)) half_product(w, input, block, begin, rows, out);
     else float_product(w, input, block, begin, rows, out);
@@ -74,9 +75,13 @@ static void put(const Product *product, const Matrix *w, int block, int begin, i
 
 // -- blocks written out for many rows -------------------------------------------------------------
 
-static int is_unpacked(const Product *product) {
+// As what a block is written out first; its own format where it is not.
+static int written_format(const Product *product) {
     const Matrix *w = product->w;
-    return w->format == INT4 && tiled_rows(w, product->input.rows) >= MANY_TILED;
+    if (w->format == INT4 && tiled_rows(w, product->input.rows) >= MANY_TILED) return CODES;
+    if (w->format == TRELLIS && takes_integers(w) && product->input.rows > ROWS_AT_ONCE)
+        return PLANES;
+    return w->format;
 }
 
 // Memory of the thread's, or NULL.
@@ -92,7 +97,9 @@ static void *own_memory(size_t needed) {
 }
 
 static size_t written_bytes(const Product *product) {
-    return is_unpacked(product) ? block_codes_bytes(product->w) : 0;
+    int format = written_format(product);
+    if (format == product->w->format) return 0;
+    return format == CODES ? block_codes_bytes(product->w) : block_planes_bytes(product->w);
 }
 
 // Blocks first to last as a weight of their own, in `memory`.
@@ -100,11 +107,13 @@ static Matrix write_out(const Product *product, int first, int last, uint8_t *me
     Matrix made = *product->w;
     size_t bytes = written_bytes(product);
     if (!bytes || !memory) return made;
-    for (int block = first; block < last; block++)
-        block_to_codes(product->w, block, memory + (block - first) * bytes);
-    made.format = CODES;
+    made.format = written_format(product);
+    for (int block = first; block < last; block++, memory += bytes) {
+        if (made.format == CODES) block_to_codes(product->w, block, memory);
+        else block_to_planes(product->w, block, memory);
+    }
     made.block_bytes = (int64_t)bytes;
-    made.data = memory - first * (int64_t)bytes;
+    made.data = memory - last * (int64_t)bytes;
     return made;
 }
 

@@ -139,6 +139,10 @@ static void written_out(const Matrix *w, int block, int g, int k, const uint8_t 
         blocks_written_out(w, block, g * w->group + k, to);
         return;
     }
+    if (w->format == TRELLIS) {
+        trellis_written_out(w, block, g * w->group + k, to);
+        return;
+    }
     const int integers = w->format == INT4 || w->format == INT8;
     const int wide = w->wide_scales;
     const int size = integers ? (wide ? 32 : 16) + (w->zeros ? 16 : 0) : 0;
