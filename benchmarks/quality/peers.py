@@ -102,7 +102,7 @@ SCHEMES = {
 VARIANTS = ("-mse", "-imatrix", "-group")
 # Below 4 bits: ours, recipes/*.toml among them → all that they are held against
 FEWER: dict[tuple[str, ...], list[tuple[str, str]]] = {
-    ("vptq-3bit", "vptq-3bit-learned", "int3-best", "trellis3"): [
+    ("vptq-3bit", "vptq-3bit-learned", "int3-best"): [
         ("flyweight", "vptq-3bit"),
         ("flyweight", "gptq-int3"),
         ("flyweight", "awq-int3"),

@@ -151,7 +151,7 @@ def test_recipes_that_wait_to_be_measured_are_held_against_the_same_bits():
         path.stem: recipe.load(path)
         for path in sorted(Path(run.__file__).parent.glob("recipes/*.toml"))
     }
-    assert len(found) == 6 and all(
+    assert len(found) == 5 and all(
         name in peers.RIVALS and ("flyweight", name) not in peers.RIVALS[name] for name in found
     )
     for name, one in found.items():

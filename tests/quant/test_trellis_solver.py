@@ -161,4 +161,5 @@ def test_floats_make_up_for_what_is_solved(few_states, tmp_path):
     errors = [stage for block in healed.values() for stage in block["healed"]]
     assert len(errors) == 3 * 4
     assert all(after <= before for before, after in errors)
-    assert sum(after < 0.95 * before for before, after in errors) > 3
+    before, after = torch.tensor(errors).sum(0)
+    assert after < 0.98 * before
