@@ -121,9 +121,11 @@ piece() {
     startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
     prefill) script prefill 120 prefill.jsonl prefill_passes.py --zeros ;;
     prefill-4b) script prefill-4b 120 prefill.jsonl prefill_passes.py --zeros --model $q4:w8a8 $q4:bf16 $q4:w8a16 --cases 2048 16384 ;;
-    options) for name in vptq-bytes trace sampled long; do piece $name; done ;;
+    options) for name in vptq-bytes trellis trace sampled long; do piece $name; done ;;
     vptq-bytes) for head in int8 int4; do flyweight vptq-bytes-$head 60 options/vptq-bytes.jsonl bench latency $q8:vptq \
       --option vptq_books=int8 --option head=$head --workload decode_bound --repeats 3 --no-check --backend native; done ;;
+    trellis) flyweight trellis 60 options/trellis.jsonl bench latency $q8:int4 $q8:trellis2 $q8:trellis3 \
+      --batch 1 --input 256 --output 128 --repeats 2 --no-check --backend native ;;
     trace) # arrivals as in docs/serve.md; TRACE is the file
       ln -sf "$arrivals" trace.csv
       flyweight trace 60 options/serve-trace.jsonl bench serve $q8:int4 --trace trace.csv "${arrive[@]}" --warm-up 2 \
