@@ -52,18 +52,23 @@
 #define MAIL
 #endif
 
+// What each thread adds up in the end is known before products begin. Not where two CTAs share an SM: they have no registers for it and became
+// slower. Nor on Hopper, where that is untimed.
+#define KNOWN (RESIDENT == 1 && __CUDA_ARCH__ < 900)
+
 #define STAGED 0
 #define DIRECT 1
 #define SLICED 2
 
 #if KERNEL == STAGED
+#if KNOWN
 // What one of 4 threads (of 1, where that leaves one output to a thread) adds up of an output: the sums of every 4th of the warps that had a
 // part of its row block. Runs are contiguous, so warp + block is a slot of its own.
 struct Addends {
   int shift, block, inner, part;  // threads of an output, as a power of two; this one among them
   int warp, from, to;             // its first warp, perhaps; the row block's chunks
   DEVICE Addends() {}
-  DEVICE static int shift_of(int here) { return RESIDENT == 2 || 4 * here * SUMS <= THREADS ? 2 : 0; }
+  DEVICE static int shift_of(int here) { return 4 * here * SUMS <= THREADS ? 2 : 0; }
   DEVICE Addends(int i, int here, int each) {
     shift = shift_of(here), part = i & (1 << shift) - 1, i >>= shift;
     block = i / SUMS, inner = i % SUMS, from = block * each, to = from + each;
@@ -79,6 +84,7 @@ struct Addends {
     return sum + __shfl_xor_sync(~0u, sum, 2);
   }
 };
+#endif
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     PART(0), PART(1), PART(2), const u16* x, const u16* norm, const u16* bias, const u16* rest, u16* y, float epsilon, int rows,
     int in_features, int width, int length, int chunks, int phase, int x_columns, int dense_steps MAIL LAUNCH_ARGUMENTS) {
@@ -95,14 +101,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
   const bool x_first = RESIDENT == 1 && BOOK_BYTES > 65536 && nothing_in_front();
   if (!x_first) stage_book(shared, part.book, &barrier);
 
+#if KNOWN
   const int slice = part.cta % SPLIT;
   int block0, here;  // this CTA's row blocks: `begin`
+#else
+  const int row_blocks = (part.outputs + length - 1) / length;
+  const int slice = part.cta % SPLIT, group = part.cta / SPLIT, groups = part.ctas / SPLIT;
+  const int block0 = (int)((long long)row_blocks * group / groups);
+  const int here = (int)((long long)row_blocks * (group + 1) / groups) - block0;
+#endif
   constexpr int ALIGN = SPAN / CHUNK;  // chunks of a window
   const int slice_begin = chunks / ALIGN * slice / SPLIT * ALIGN, slice_end = chunks / ALIGN * (slice + 1) / SPLIT * ALIGN;
   const int dense_here = slice == SPLIT - 1 ? dense_steps : 0;  // they lie behind the others
   const int plane = X_BYTES * x_columns;
   char* const shared_x = shared + BOOK_BYTES + RES_BYTES;
   float* const partial = (float*)(shared_x + PLANES * plane);  // [WARPS + here][SUMS]
+#if !KNOWN
+  float* const before = partial + (WARPS + here) * SUMS;       // [here][SUMS], only with several phases
+#endif
   const Tables tables(shared, shared + BOOK_BYTES, shared_x, plane, lane);
   const Inputs in = {x, norm, part.affine, part.source, in_features, rows};
   const Outputs out = {bias, rest, y, width, part.first, part.outputs, length, rows};
@@ -113,8 +129,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
   for (int chunk0 = slice_begin; chunk0 < slice_end; chunk0 += phase) {
     const bool first = chunk0 == slice_begin, last = chunk0 + phase >= slice_end;
     const int each = last ? slice_end - chunk0 : phase;
+#if KNOWN
     int total, begin, end, block, chunk, next_chunk;  // this warp's run of chunks
     const char* next;
+#else
+    // This warp's run of chunks. Two are on their way before we wait: they depend on no other kernel.
+    const int total = here * each, begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
+    int block = begin / each, chunk = begin % each, next_chunk = chunk;
+    const char* next = part.stream + ((size_t)(block0 + block) * chunks + chunk0 + chunk) * CHUNK_BYTES;
+#endif
     u32 words[2][WORDS];
     const auto fetch = [&](int slot, int at) {
       if (at >= end) return;
@@ -122,9 +145,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
       next += CHUNK_BYTES;
       if (++next_chunk == each) next_chunk = 0, next += (size_t)(chunks - each) * CHUNK_BYTES;
     };
+#if !KNOWN
+    fetch(0, begin);
+    fetch(1, begin + 1);
+#endif
     Residual residuals;
+#if KNOWN
     Addends own;  // of this thread's first output, known before products end where registers hold it
-    constexpr bool KNOWN = RESIDENT == 1;
     const auto set_out = [&] {
       if (first) {
         const u32 row_blocks = (u32)(part.outputs + length - 1) / (u32)length, group = part.cta / SPLIT, groups = part.ctas / SPLIT;
@@ -137,18 +164,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
       fetch(0, begin);
       fetch(1, begin + 1);
       if (first) residuals.load(part.residual);
-      if (KNOWN) own = Addends(threadIdx.x, here, each);
+      own = Addends(threadIdx.x, here, each);
     };
     const bool late = x_first && first;
     if (!late) set_out();
+#else
+    if (first) residuals.load(part.residual);
+#endif
     stage_x<true>(sums, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_here : 0),
+#if KNOWN
                   [&] { if (late) stage_book(shared, part.book, &barrier), set_out(); });
+#else
+                  [&] { if (x_first && first) stage_book(shared, part.book, &barrier); });
+#endif
     if (first) residuals.store(shared + BOOK_BYTES);
     if (last) totals.collect(sums);
     __syncthreads();
     if (last) totals.total(in_features, epsilon);
-    if (!KNOWN) own = Addends(threadIdx.x, here, each);
+#if KNOWN
     if (last && !slice && own.ends(here)) added = out.added(out.place(block0 + own.block, own.inner));
+#else
+    if (last && !slice && threadIdx.x % 4 == 0 && threadIdx.x < 4 * here * SUMS)
+      added = out.added(out.place(block0 + threadIdx.x / (4 * SUMS), threadIdx.x / 4 % SUMS));
+#endif
     book_ready(&barrier);
 
     for (int at = begin; at < end; at += 2) {
@@ -175,27 +213,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     __syncthreads();
 #endif
 
+#if KNOWN
     float* const before = partial + (WARPS + here) * SUMS;  // [here][SUMS], only with several phases
     for (int i = threadIdx.x; i < here * SUMS << Addends::shift_of(here); i += THREADS) {
-      const Addends a = KNOWN && i == threadIdx.x ? own : Addends(i, here, each);
+      const Addends a = i == threadIdx.x ? own : Addends(i, here, each);
       float sum = a.sum(partial, total);
       if (!a.ends(here)) continue;
       const int place = a.block * SUMS + a.inner;
       if (!first) sum += before[place];
+#else
+    // Runs are contiguous, so slot warp + block is unique; four threads add the warps of a block, always in one order.
+    for (int i = threadIdx.x; i < 4 * here * SUMS; i += THREADS) {
+      const int b = i / (4 * SUMS), inner = i / 4 % SUMS;
+      float sum = 0;
+      const int from = b * each, to = from + each;
+      for (int w = b * WARPS / here + i % 4; w < WARPS && total * w / WARPS < to; w += 4)
+        if (total * (w + 1) / WARPS > max(from, total * w / WARPS)) sum += partial[(w + b) * SUMS + inner];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (i % 4) continue;
+      if (!first) sum += before[i / 4];
+#endif
       if (!last) {
+#if KNOWN
         before[place] = sum;
+#else
+        before[i / 4] = sum;
+#endif
         continue;
       }
 #if SPLIT > 1
+#if KNOWN
       float* const letter = mail + blockIdx.x * letters + place;
+#else
+      float* const letter = mail + blockIdx.x * letters + i / 4;
+#endif
       if (slice) {
+#if KNOWN
         leave(letter, sum + totals.bias[a.inner / OUTPUTS]);
+#else
+        leave(letter, sum + totals.bias[inner / OUTPUTS]);
+#endif
         continue;
       }
       sum += take<float>(letter + letters, letters);
 #endif
+#if KNOWN
       const int at = out.place(block0 + a.block, a.inner);
       if (at >= 0) y[at] = to_bits(totals.finish(sum, a.inner / OUTPUTS) + (i == threadIdx.x ? added : out.added(at)));
+#else
+      const int at = out.place(block0 + b, inner);
+      if (at >= 0) y[at] = to_bits(totals.finish(sum, inner / OUTPUTS) + (i == threadIdx.x ? added : out.added(at)));
+#endif
     }
   }
   end_launch(THREADS);
