@@ -12,6 +12,7 @@ from flyweight.tensors.blocks import IntBlock
 from flyweight.tensors.float4 import Float4
 from flyweight.tensors.float8 import Float8
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24
+from flyweight.tensors.trellis import Trellis
 from flyweight.tensors.vector import VectorQuant
 from flyweight.values import has_values, known
 
@@ -82,7 +83,7 @@ def scale_rows(tensor: QuantTensor, factors: Tensor) -> QuantTensor | None:
     by = factors.to(tensor.device)[:, None]
     if isinstance(tensor, Plain):
         return Plain(tensor.weight * by.to(tensor.weight))
-    if isinstance(tensor, IntGroup | Int8Channel):
+    if isinstance(tensor, IntGroup | Int8Channel | Trellis):
         return dataclasses.replace(tensor, scales=tensor.scales * by.to(tensor.scales))
     if isinstance(tensor, IntBlock):
         mins = None if tensor.mins is None else tensor.mins * by.to(tensor.mins)

@@ -344,7 +344,9 @@ def fitting_plan(
         slots = max(1, min(wanted.slots or 1, 2 * warps // rows))
         fewer: dict[str, Any] = dict(fewest=3, warps=warps, slots=slots)
         several = [several[0], *two, smaller | dict(fewest=3), fewer, *several[-2:], smaller]
-    for options in several if rows > 1 or wanted.own_bytes else [{}]:
+    if rows == 1 and not wanted.own_bytes:  # stages of the format's own size may leave no room
+        several = [{}, dict(stage_bytes=min(numbers.gemv.stage_bytes, wanted.stage_bytes))]
+    for options in several:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
     return plan_alone(matrix, rows, wanted, device)
